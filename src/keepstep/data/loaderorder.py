@@ -22,18 +22,18 @@ from keepstep.data.sources import PROCESS_SOURCES, RandomSource, seed_process, s
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.typenames import is_named
 
-# A rollback goes back a few epochs at most; what lies before is drawn again from the first one on.
+# A rollback goes back a few epochs at most. For an earlier epoch the order is drawn again from the first epoch on.
 NUM_BEGINS = 8
 
-# Batches of one question to a sampler: to put all generators aside and back takes 0.1 ms (2 cores, November 2026).
+# Batches requested from a sampler at a time: saving and restoring all generators takes 0.1 ms (2 cores, November 2026).
 NUM_AHEAD = 64
 
-# They keep nothing from one epoch to the next, except in a generator.
+# Samplers that keep no state between epochs, except in a generator.
 _STATELESS = {
     *(data.BatchSampler, data.RandomSampler, data.SequentialSampler, data.SubsetRandomSampler),
     *(data.WeightedRandomSampler, DistributedSampler, list, tuple, range),
 }
-# Likewise, once they are told the epoch. To ask the second one twice for 500,000 batches takes 5.6 s (2 cores, 2026).
+# Likewise, after set_epoch(). Iterating the second one twice over 500,000 batches would take 5.6 s (2 cores, 2026).
 _STATELESS_NAMES = {"accelerate.data_loader.SeedableRandomSampler", "accelerate.data_loader.BatchSamplerShard"}
 
 
@@ -42,12 +42,13 @@ class LoaderOrder:
 
     def __init__(self, loader: DataLoader[Any], epochs: int, seed: int) -> None:
         """Args:
-            loader: of a map-style dataset. It is not iterated itself.
-            epochs: how often the dataset is read.
-            seed: of what samplers draw from the process's generators.
+            loader: a loader of a map-style dataset. This object does not iterate it.
+            epochs: number of epochs, at least 1.
+            seed: seed of the process's generators while samplers draw from them.
 
         Raises:
-            ConfigurationError: the loader's order cannot be found again, or has no length; or no epoch is wanted.
+            ConfigurationError: the loader's order is not reproducible, its sampler has no length or no batches, or
+                ``epochs`` is below 1.
         """
         self.epochs = whole("epochs", epochs, 1)
         self._seed = seed
@@ -67,17 +68,17 @@ class LoaderOrder:
         self._num_workers, self._generator = loader.num_workers, loader.generator
         self._keeps_workers = loader.persistent_workers
         self._begins = {0: [source.get() for source in self._own]}
-        """What the own generators hold at the beginning of epochs: of the first, and of those that were noted last."""
+        """States of the samplers' own generators at the beginning of epochs: the first and the last few."""
 
     def requests(self, first: int, rank: int) -> Iterator[Request]:
-        """That batch and all that follow.
+        """Yields the request of a batch and of all later batches.
 
         Args:
-            first: number of the batch.
-            rank: whose: it goes into the requests.
+            first: number of the first batch.
+            rank: the rank, part of each request.
 
         Raises:
-            ConfigurationError: the first batch of all is asked for, and its epoch has another order each time.
+            ConfigurationError: ``first`` is 0, and the sampler gives another order each time it is iterated.
             UsageError: the sampler's epochs do not have as many batches as its length says.
         """
         if first == 0:
@@ -100,7 +101,7 @@ class LoaderOrder:
         return f"session.batches(): {name} says that an epoch has {self.num_batches} batches, and it has {how}"
 
     def _ask_twice(self) -> None:
-        """Refuses a sampler that keeps something unseen from one epoch to the next: a counter, a list it shuffles."""
+        """Refuses a sampler with hidden state between epochs, such as a counter or a list that it shuffles."""
         unknown = next((part for part in self._samplers if not _is_stateless(type(part))), None)
         if unknown is None:
             return
@@ -113,8 +114,8 @@ class LoaderOrder:
             )
 
     def _epoch(self, epoch: int, skipped: int) -> Iterator[Any]:
-        """The batches of an epoch in order, without so many at its beginning."""
-        if self._own:  # what earlier epochs draw from them
+        """Yields the batches of an epoch in order, without the first ``skipped`` ones."""
+        if self._own:  # advances these generators as the earlier epochs do
             known = max(begin for begin in self._begins if begin <= epoch)
             for earlier in range(known, epoch):
                 for _ in self._drawn(earlier, self.num_batches):
@@ -122,8 +123,10 @@ class LoaderOrder:
         yield from self._drawn(epoch, skipped)
 
     def _drawn(self, epoch: int, skipped: int) -> Iterator[Any]:
-        """The same, when all earlier epochs were drawn. Nothing that the script draws meanwhile changes it, nor does it
-        change what the script draws."""
+        """As `_epoch`, after all earlier epochs were drawn.
+
+        Random numbers that the script draws meanwhile do not change the order, and the order does not change them.
+        """
         sources = (*PROCESS_SOURCES, *self._own)
         iterator: Iterator[Any] | None = None
         inside: list[Any] = []
@@ -153,7 +156,7 @@ class LoaderOrder:
         iterator: Iterator[Any] = iter(self._sampler)
         if self._num_workers and self._keeps_workers and epoch > 0:
             return iterator
-        # Here torch's loader takes the workers' seed, and asks once more when they have started.
+        # torch's loader draws the seed of its workers here, and a second number when they have started.
         if self._generator is not None:
             torch.empty((), dtype=torch.int64).random_(generator=self._generator)
         if self._num_workers:
@@ -189,7 +192,7 @@ def _sampler_of(loader: Any) -> Any:
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """The loader's samplers, and those that they are made of."""
+    """The loader's samplers, and the samplers nested in them."""
     found: dict[int, Any] = {}
     waiting = [loader.batch_sampler, loader.sampler]
     while waiting:
@@ -202,7 +205,7 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
 
 
 def _values(part: Any) -> list[Any]:
-    """An object's attributes, and what lists of samplers among them hold."""
+    """An object's attributes, and the elements of lists of samplers among them."""
     values = list(getattr(part, "__dict__", {}).values())
     lists = (value for value in values if isinstance(value, list | tuple) and value)
     return [*values, *itertools.chain(*(value for value in lists if isinstance(value[0], data.Sampler)))]
@@ -212,7 +215,7 @@ def _is_same(one: Any, other: Any) -> bool:
     """Whether indices are equal: numbers, arrays, and lists of both."""
     try:
         return bool(one == other)
-    except (ValueError, RuntimeError):  # arrays and tensors have as many answers as elements
+    except (ValueError, RuntimeError):  # arrays and tensors compare element by element
         if isinstance(one, list | tuple):
             return len(one) == len(other) and all(map(_is_same, one, other))
         return np.array_equal(one, other)
@@ -224,11 +227,11 @@ def _put(sources: Sequence[RandomSource], states: list[Any]) -> None:
 
 
 def reader_of(loader: DataLoader[Any], seed: int, *, restores: bool = True) -> BatchReader:
-    """What reads a loader's batches as the loader would, with random numbers of each batch's own.
+    """Returns a reader that reads a loader's batches as the loader would, but seeds the generators for each batch.
 
     Args:
-        loader: it is not iterated itself.
-        seed: of these numbers.
+        loader: the loader. The reader does not iterate it.
+        seed: seed of the random numbers.
         restores: see `BatchReader`.
     """
     workers = LoaderWorkers(

@@ -71,10 +71,10 @@ def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
 
 
 class StepSampler:
-    """Which samples a rank reads at a step. It has no position: no answer depends on an earlier question.
+    """Computes the samples that a rank reads at a step. It has no position: a result depends only on its arguments.
 
-    The answer depends on the world size. A job that goes on with fewer ranks reads from there on what a job of
-    that size would have read at the same step.
+    The result depends on the world size. A job that continues with fewer ranks reads from then on the samples that a
+    job of that size would read at the same step.
 
     Args:
         num_samples: The size of the dataset, 1 to 2**63 - 1.

@@ -1,8 +1,8 @@
 """Reads batches of a map-style dataset, in the calling thread or ahead of time in loader workers.
 
-While samples are read and collated, Python's, NumPy's and torch's CPU random numbers are seeded from (seed, rank,
-number of the batch) and afterwards put back. So random augmentation belongs to the batch: it is the same with any
-number of workers, and the training step's own random numbers do not depend on the loader.
+While the reader loads and collates samples, it seeds Python's, NumPy's and torch's CPU generators from (seed, rank,
+number of the batch). Then it restores the generators. So random augmentation belongs to the batch: it is the same with
+any number of workers, and the training step's own random numbers do not depend on the loader.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from keepstep.parent_death import end_with_parent
 
 
 class MapDataset(Protocol):
-    """What a dataset must have: a length, and a sample for every index below it.
+    """The interface of a map-style dataset: a length, and a sample for every index below it.
 
-    A dataset that also has ``__getitems__(list[int])`` is asked for whole batches, as torch's own loader does.
+    If a dataset also has ``__getitems__(list[int])``, the reader calls it for whole batches, as torch's loader does.
     """
 
     def __len__(self) -> int: ...
@@ -37,14 +37,14 @@ class MapDataset(Protocol):
 
 
 class Request(NamedTuple):
-    """One batch."""
+    """The request for one batch."""
 
     number: int
-    """In the order of the training, from 0."""
+    """Number of the batch in the training, from 0."""
     rank: int
-    """Whose batch: it seeds the random numbers, with ``number``."""
+    """The rank that reads the batch. It seeds the generators, together with ``number``."""
     indices: Any
-    """Of its samples; or the one index under which the dataset has the whole batch."""
+    """The indices of the samples; or the one index under which the dataset returns the whole batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,24 +52,24 @@ class LoaderWorkers:
     """The processes that read batches ahead of time."""
 
     num: int
-    """How many; 0 reads in the calling thread."""
+    """Number of processes; 0 reads in the calling thread."""
     timeout_s: float = 0.0
-    """The longest wait for one batch; 0: without an end."""
+    """The longest wait for one batch, in seconds; 0 disables the timeout."""
     prefetch_factor: int = 2
-    """How many batches each of them prepares ahead."""
+    """How many batches each process prefetches."""
     context: Any = None
-    """A start method or context of ``multiprocessing``."""
+    """A start method or context of ``multiprocessing``; None for Python's default."""
     init: Callable[[int], None] | None = None
-    """Called in each of them with its number."""
+    """Called in each process with the number of the worker, as ``worker_init_fn``."""
 
 
 class BatchReader:
-    """Reads batches in the order of their numbers, and starts over where another one is asked for.
+    """Reads batches in order. A request for a batch out of order restarts the reading there.
 
-    Loader workers start at the first batch, and prefetch what comes next. Asking for another batch than the next (after
-    a rollback), or for another rank, throws away what was prefetched and goes on from there in the same processes. They
-    end with `close`, with the reader, or with this process, however that ends (on Linux, if they were started from the
-    main thread). Use it from one thread at a time.
+    The loader workers start at the first batch and prefetch the following ones. If the next request is for another
+    batch (after a rollback) or for another rank, the reader drops the prefetched batches and continues from the new one
+    in the same processes. The processes end with `close`, when the reader is deleted, or when this process ends for any
+    reason (on Linux, if the main thread started them). Use the reader from one thread at a time.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class BatchReader:
         restores: bool = True,
     ) -> None:
         """Args:
-        dataset: map-style. Loader workers get a copy of it.
-        collate: makes a batch of a list of samples; without ``collates``, of what the dataset gives for one index.
-        seed: of the random numbers.
-        workers: which loader workers there are.
+        dataset: a map-style dataset. Each loader worker gets a copy.
+        collate: makes a batch from a list of samples; without ``collates``, from the dataset's item for one index.
+        seed: seed of the random numbers.
+        workers: number and options of the loader workers.
         collates: whether a request has the indices of several samples.
-        pin_memory: as for torch's loader.
-        restores: puts the process's random numbers back after each batch: it takes 0.1 ms, and is of no use where
-            a step reseeds them before it draws any.
+        pin_memory: as in torch's ``DataLoader``.
+        restores: whether to restore the process's generators after each batch. This takes 0.1 ms, and is unnecessary
+            if each step reseeds them before it draws random numbers.
         """
         self._batches = _Batches(dataset, collate, seed, collates, restores)
         self._order = _Order()
@@ -99,22 +99,22 @@ class BatchReader:
         self._loader: DataLoader[Any] | None = None
         self._ahead: Any = None
         self._awaited: tuple[int, int] | None = None
-        """The number and the rank of the batch that comes next."""
+        """Number and rank of the next batch."""
 
     def read(self, number: int, rank: int, requests: Callable[[], Iterator[Request]]) -> Any:
-        """The batch of that number. The caller owns it.
+        """Returns a batch. The caller owns it.
 
-        An exception of the dataset or of ``collate`` comes through (from a loader worker as the same type, its
-        traceback in the message).
+        An exception in the dataset or in ``collate`` propagates. From a loader worker it has the same type, and the
+        worker's traceback is in the message.
 
         Args:
-            number: of the batch.
-            rank: whose.
-            requests: gives that batch and all that follow, if reading starts over.
+            number: number of the batch.
+            rank: the rank that reads it.
+            requests: returns the requests of this batch and all later ones. Called only if the reading restarts.
 
         Raises:
-            PeerLost: the loader workers did not answer in time (it takes up to 5 s more to end those that hang), or one
-                of them died.
+            PeerLost: the loader workers did not answer in time, or one of them died. To end workers that hang takes up
+                to 5 s more.
         """
         complete = False
         try:
@@ -125,7 +125,7 @@ class BatchReader:
             complete = True
             return batch
         except RuntimeError as error:
-            # torch has no type of its own for these two.
+            # torch raises a plain RuntimeError in both cases.
             if str(error).startswith("DataLoader timed out"):
                 raise PeerLost(
                     self._lost(number, rank, f"did not answer within {self._workers.timeout_s:g} s")
@@ -135,7 +135,7 @@ class BatchReader:
             raise
         finally:
             if not complete:
-                # What the processes would send next is not known: the next call starts new ones.
+                # The state of the processes is unknown: the next call starts new ones.
                 self.close()
 
     def close(self) -> None:
@@ -145,8 +145,8 @@ class BatchReader:
         """
         ahead, self._ahead, self._loader = self._ahead, None, None
         if ahead is not None and self._workers.num:
-            # torch has no public name for it. Left to the garbage collector, which may come late (a traceback can hold
-            # the iterator) and closes the queues first, the workers are not told and each costs 5 s.
+            # torch has no public method for it. The garbage collector may run late (a traceback can hold the iterator).
+            # It closes the queues first, so the workers get no signal, and ending each takes 5 s.
             ahead._shutdown_workers()
 
     def _begin(self, requests: Callable[[], Iterator[Request]]) -> None:
@@ -164,7 +164,8 @@ class BatchReader:
                 pin_memory=self._pin_memory,
             )
         elif self._loader is None:
-            # The signal comes when the thread that started a process ends, which only the main thread never does early.
+            # The kernel sends the signal when the thread that started the process ends. Only the main thread lasts as
+            # long as this process.
             ends_with_us = threading.current_thread() is threading.main_thread()
             self._loader = DataLoader(
                 self._batches,
@@ -175,7 +176,7 @@ class BatchReader:
                 timeout=self._workers.timeout_s,
                 worker_init_fn=functools.partial(_begin_worker, ends_with_us, self._workers.init),
                 multiprocessing_context=self._workers.context,
-                # Without its own generator it would draw a seed from the training step's.
+                # Without its own generator, the loader would draw a seed from the training step's generator.
                 generator=torch.Generator(),
                 prefetch_factor=self._workers.prefetch_factor,
                 persistent_workers=True,
@@ -191,7 +192,7 @@ class BatchReader:
 
 
 class _Batches(torch.utils.data.Dataset[Any]):
-    """Collated batches by their requests; what a loader worker gets a copy of."""
+    """A dataset of collated batches, indexed by request. Each loader worker gets a copy."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, collates: bool, restores: bool) -> None:
         self.dataset, self._collate, self._seed, self._collates = dataset, collate, seed, collates
@@ -223,7 +224,7 @@ class _Order(Sampler[Request]):
 
 @contextmanager
 def random_numbers_of(seed: int, rank: int, number: int) -> Iterator[None]:
-    """Seeds the three CPU generators that datasets draw from, and puts back what was there before."""
+    """Seeds the CPU generators of Python, NumPy and torch inside the block, and restores them afterwards."""
     before = [source.get() for source in PROCESS_SOURCES]
     try:
         seed_process(digest("augmentation", seed, rank, number))
@@ -238,14 +239,14 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _begin_worker(ends_with_us: bool, init_worker: Callable[[int], None] | None, worker: int) -> None:
-    """Has the kernel kill this loader worker with the rank it reads for, and calls the user's own function.
+    """Makes the kernel kill this loader worker together with its rank, and calls the user's ``worker_init_fn``.
 
-    torch's own watchdog looks every 5 s. Until then the orphan of a killed rank would hold what it inherited:
+    torch's watchdog polls only every 5 s. Until then the orphan of a killed rank would keep inherited resources open:
     the rank's sockets, so that its peers see no end of the connection, and device memory that a replacement may need.
     """
     if ends_with_us and sys.platform == "linux":
         end_with_parent(os.getppid())
-    # Datasets and worker_init_fn look themselves up there: they are to find the user's own, not what wraps it.
+    # Datasets and worker_init_fn read get_worker_info().dataset: it must be the user's dataset, not the wrapper.
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)
     if init_worker is not None:

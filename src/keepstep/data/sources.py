@@ -1,4 +1,4 @@
-"""Generators of random numbers of every kind: their states, taken and put back."""
+"""Random number generators of Python, NumPy and torch behind one interface: get and set the state."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class RandomSource(NamedTuple):
     """A generator."""
 
     get: Callable[[], Any]
-    """Gives a copy of its state."""
+    """Returns a copy of the state."""
     put: Callable[[Any], object]
-    """Puts a state back."""
+    """Sets the state."""
 
 
-# The three that datasets and samplers draw from on the CPU, if they have none of their own.
+# The process's CPU generators, which datasets and samplers use if they have no generator of their own.
 PROCESS_SOURCES = (
     RandomSource(random.getstate, random.setstate),
     RandomSource(np.random.get_state, np.random.set_state),
@@ -28,16 +28,20 @@ PROCESS_SOURCES = (
 
 
 def seed_process(key: bytes) -> None:
-    """Seeds these three from at least 36 bytes."""
+    """Seeds the `PROCESS_SOURCES`.
+
+    Args:
+        key: at least 36 bytes.
+    """
     numbers = np.frombuffer(key, dtype="<u4")
     random.seed(key[:16])
     np.random.seed(numbers[4:8])
-    # Not torch.manual_seed, which would seed the accelerators too.
+    # Not torch.manual_seed(), which would seed the accelerators, too.
     torch.default_generator.manual_seed(int(numbers[8]))
 
 
 def source_of(thing: object) -> RandomSource | None:
-    """That of a generator of Python, NumPy or torch; None if it is something else."""
+    """Returns the interface to a generator of Python, NumPy or torch; None if ``thing`` is no generator."""
     match thing:
         case torch.Generator():
             return RandomSource(thing.get_state, thing.set_state)

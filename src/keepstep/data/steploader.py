@@ -33,14 +33,14 @@ class LoaderOptions(TypedDict, total=False):
 class StepLoader:
     """The batch of a rank at a step, from a map-style dataset, read here or ahead of time in loader workers.
 
-    While samples are read and collated, Python's, NumPy's and torch's CPU random numbers are seeded from (seed, rank,
-    step) and afterwards put back. So random augmentation belongs to the batch as well: it is the same with any number
-    of workers, and the training step's own random numbers do not depend on the loader.
+    While the loader reads and collates samples, it seeds Python's, NumPy's and torch's CPU generators from (seed, rank,
+    step). Then it restores the generators. So random augmentation belongs to the batch as well: it is the same with any
+    number of workers, and the training step's own random numbers do not depend on the loader.
 
-    With ``num_workers > 0`` the loader workers start at the first batch and prefetch in the order of the steps.
-    Asking for another step than the next (after a rollback), or for another rank, throws away what was prefetched
-    and goes on from there in the same processes. They end with `close`, with the loader, or with this process,
-    however that ends (on Linux, if they were started from the main thread).
+    With ``num_workers > 0`` the loader workers start at the first batch and prefetch in the order of the steps. If the
+    next request is for another step (after a rollback) or for another rank, the loader drops the prefetched batches and
+    continues from the new one in the same processes. The processes end with `close`, when the loader is deleted, or
+    when this process ends for any reason (on Linux, if the main thread started them).
 
     Use it from one thread at a time.
 
@@ -91,13 +91,13 @@ class StepLoader:
     def batch(self, step: int, rank: int) -> Any:
         """The collated batch of `batch_size` samples that `rank` reads at `step`.
 
-        The caller owns what is returned. An exception of the dataset or of `collate_fn` comes through (from a loader
-        worker as the same type, its traceback in the message).
+        The caller owns the batch. An exception in the dataset or in `collate_fn` propagates. From a loader worker it
+        has the same type, and the worker's traceback is in the message.
 
         Raises:
             ConfigurationError: `step` is negative, or `rank` out of range.
-            PeerLost: the loader workers did not answer within `timeout_s` (it takes up to 5 s more to end those that
-                hang), or one of them died.
+            PeerLost: the loader workers did not answer within `timeout_s`, or one of them died. To end workers that
+                hang takes up to 5 s more.
         """
         step = whole("step", step, 0)
         rank = whole("rank", rank, 0, self.sampler.world_size - 1)

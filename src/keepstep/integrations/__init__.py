@@ -1,1 +1,1 @@
-"""What connects keepstep with other software; one file for each, none of which is needed by the rest."""
+"""Integrations with other frameworks. Each is optional: the rest of keepstep imports none of them."""

@@ -36,12 +36,12 @@ have_accelerate_wait(current_session)
 
 
 class KeepstepAccelerator(Accelerator):
-    """``accelerate.Accelerator``, which calls `keepstep.init` first where the script has not. Takes the same arguments.
+    """An ``accelerate.Accelerator`` with the same arguments. It calls `keepstep.init` if the script has not done so.
 
-    A spare waits for its rank where that is used.
+    A spare waits for a rank when it first reads the rank.
 
     Attributes:
-        session: that of this process.
+        session: the `keepstep.Session` of this process.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -49,20 +49,20 @@ class KeepstepAccelerator(Accelerator):
         super().__init__(*arguments, **keywords)
         self._has_begun = False
         self._wrapped: list[torch.nn.Module] = []
-        """What `prepare` has made of models: those that communicate."""
+        """The wrapped models that `prepare` returned."""
 
     def epochs(self, loader: DataLoader[Any], num_epochs: int, **options: Any) -> Iterator[PreparedEpoch]:
-        """Protects all that was prepared and registered for checkpointing, and hands out the epochs of a loader.
+        """Protects all prepared objects and all objects registered for checkpointing, and yields a loader's epochs.
 
         See `Session.epochs`. A step has ``gradient_accumulation_steps`` batches.
 
         Args:
-            loader: a prepared one.
-            num_epochs: the length of the training, not of this run.
-            options: further arguments of `Session.protect`.
+            loader: a loader that `prepare` returned.
+            num_epochs: number of epochs of the whole training, not of this run.
+            options: further arguments for `Session.protect`.
 
         Raises:
-            UsageError: called twice, or the script has protected something by itself.
+            UsageError: this method was called before, or the script called `Session.protect` itself.
         """
         if self._has_begun:
             raise UsageError("accelerator.epochs() is called a second time: one loop has all epochs")
@@ -73,23 +73,23 @@ class KeepstepAccelerator(Accelerator):
             yield PreparedEpoch(self, epoch)
 
     def prepare(self, *arguments: Any, **keywords: Any) -> Any:
-        """That of Accelerate, which shards models for FSDP2 here."""
+        """As ``Accelerator.prepare``. It also records the models that Accelerate shards with FSDP2, for `epochs`."""
         prepared = super().prepare(*arguments, **keywords)
         for thing in prepared if isinstance(prepared, tuple | list) else (prepared,):
             self._note(thing)
         return prepared
 
     def prepare_model(self, model: Any, *arguments: Any, **keywords: Any) -> Any:
-        """That of Accelerate, which wraps a model by DDP here."""
+        """As ``Accelerator.prepare_model``. It also records the model that Accelerate wraps in DDP, for `epochs`."""
         wrapped = super().prepare_model(model, *arguments, **keywords)
         self._note(wrapped)
         return wrapped
 
     def prepare_data_loader(self, data_loader: Any, *arguments: Any, **keywords: Any) -> Any:
-        """That of Accelerate. On a spare the batches are shared out when the loader is iterated, and the rank is known.
+        """As ``Accelerator.prepare_data_loader``. A spare splits the batches by rank only when it iterates the loader.
 
-        Not where Accelerate needs the rank at once: a mesh says which ranks read the same batches, and a dataset
-        without indices may have a part of its own for each rank.
+        In two cases Accelerate needs the rank at once, and a spare waits for it here: with a device mesh, which
+        determines the ranks that read the same batches, and with an ``IterableDataset``, which may split by rank.
         """
         is_shared_out_later = self.torch_device_mesh is None and not isinstance(data_loader.dataset, IterableDataset)
         with self.session.pretending() if is_shared_out_later else contextlib.nullcontext():
@@ -111,7 +111,7 @@ class KeepstepAccelerator(Accelerator):
 
 
 class PreparedEpoch(int):
-    """One epoch, from the step on at which the job stands: its number, from 0, with `run`."""
+    """One epoch: an int, its number from 0. `run` executes its remaining steps."""
 
     _accelerator: KeepstepAccelerator
     _epoch: Epoch
@@ -122,14 +122,14 @@ class PreparedEpoch(int):
         return prepared
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)  # in a file of the script's it is a number
+        return int, (int(self),)  # pickled as a plain int
 
     def run(self, function: Callable[[int, Any], object]) -> None:
-        """Calls a function with each batch that is left, and again where its step is interrupted.
+        """Calls a function with each remaining batch. If a step is interrupted, it repeats the calls of that step.
 
         Args:
-            function: gets the batch's number in the epoch, from 0, and the batch: the body of a loop over
-                ``enumerate(loader)``. Where gradients are accumulated, several calls make a step.
+            function: the body of a loop over ``enumerate(loader)``. It gets the number of the batch in the epoch, from
+                0, and the batch. With gradient accumulation a step consists of several calls.
         """
         accumulate = self._accelerator.gradient_accumulation_steps
         with _LoaderState(self._accelerator.gradient_state) as state:
@@ -144,7 +144,7 @@ class PreparedEpoch(int):
 
 
 class _LoaderState:
-    """What Accelerate looks up of the loader that is being iterated."""
+    """Stands in for the active dataloader in Accelerate's ``GradientState``."""
 
     def __init__(self, state: GradientState) -> None:
         self._state = state

@@ -1,12 +1,17 @@
-"""Consumers of checkpoint-engine take versions from keepstep: the sender is another one, the engines stay as they are.
+"""Sends keepstep's versions to consumers of checkpoint-engine. The inference engines need no change.
 
-It speaks the side of checkpoint-engine's parameter server to ``checkpoint_engine.worker.update_weights_from_ipc``,
-which vLLM's worker extension and SGLang's ``/update_weights_from_ipc`` call. That protocol is pickle over ZeroMQ: any
-process that reaches a consumer's socket runs code in it. So it has to be asked for by name, its sockets are files in a
-folder of this user alone, and nothing is unpickled here. A version has arrived whole before a consumer hears of it. The
-protocol itself has no second copy: a consumer that fails half-way holds parts of two versions.
+The sender takes the place of checkpoint-engine's parameter server. Its peer is
+``checkpoint_engine.worker.update_weights_from_ipc``, which vLLM's worker extension and SGLang's
+``/update_weights_from_ipc`` call.
 
-Sent, each as one pickled message that is answered by an empty one (or by text, the consumer's error)::
+Security: the protocol is pickle over ZeroMQ, so any process that reaches a consumer's socket can run code in the
+consumer. Therefore the caller must pass ``pickled=True``, the sockets are files in a folder of mode 0700, and the
+sender unpickles nothing.
+
+The sender notifies the consumers only after it has received a complete version. The protocol has no second copy of
+the weights: a consumer that fails halfway holds parts of two versions.
+
+Messages from the sender, each pickled. The consumer answers with an empty message, or with the text of its error::
 
     handle of a buffer   for each bucket [{name, dtype, shape, offset}]   None: buffer released   None: post hook
 """
@@ -33,17 +38,17 @@ from keepstep.weights.memory.bytes_of import byte_view
 from keepstep.weights.subscriber import DEFAULT_DEADLINE_S
 
 ALIGNMENT = 256
-"""As checkpoint-engine aligns tensors in its buffer, in bytes: a view of another dtype needs some alignment."""
+"""Bytes; checkpoint-engine's own alignment of tensors in its buffer. A view of another dtype must be aligned."""
 
 ABORT_MS = 1000
-"""How long the word that an update was broken off may take to a consumer of the same machine, in milliseconds."""
+"""ZeroMQ's linger time for the abort message to a consumer on this machine, in milliseconds."""
 
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
-"""A function and its arguments, by which a consumer maps the buffer."""
+"""A function and its arguments; a consumer calls it to map the buffer."""
 
 
 def cuda_handle(buffer: torch.Tensor) -> Handle:
-    """That of a buffer on a GPU, by CUDA's interprocess memory handles. Not tried on a GPU."""
+    """Returns the handle of a buffer in GPU memory: a CUDA IPC memory handle. Not tested on a GPU."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     function, arguments = reduce_tensor(buffer)
@@ -51,13 +56,13 @@ def cuda_handle(buffer: torch.Tensor) -> Handle:
 
 
 class ConsumerSocket:
-    """One consumer, which connects to it."""
+    """The ZeroMQ REQ socket for one consumer. The sender binds it, and the consumer connects."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path, answer_s: float) -> None:
         """Args:
-        context: of ZeroMQ; the caller's.
-        path: of the socket, short, in a folder of this user alone.
-        answer_s: how long an answer may take.
+        context: the ZeroMQ context; the caller owns it.
+        path: short path of the socket, in a folder that only this user can access.
+        answer_s: timeout of one send, and of one answer, in seconds.
         """
         self.address = f"ipc://{path}"
         self._socket = context.socket(zmq.REQ)
@@ -70,8 +75,8 @@ class ConsumerSocket:
         """Sends one message and waits for its answer.
 
         Raises:
-            SubscriberLost: none came in time.
-            LoadError: the consumer's error.
+            SubscriberLost: the consumer did not answer in time.
+            LoadError: the consumer answered with an error.
         """
         try:
             self._socket.send(pickle.dumps(content))
@@ -82,9 +87,9 @@ class ConsumerSocket:
             raise LoadError(f"the consumer at {self.address}: {answer[:2000].decode(errors='replace')}")
 
     def abort(self) -> None:
-        """Has the consumer end, if it listens: it would wait for ever."""
-        with contextlib.suppress(zmq.ZMQError):  # it has not answered, and cannot be told
-            self._socket.send(pickle.dumps(RuntimeError("the update was broken off")), zmq.NOBLOCK)
+        """Sends the consumer an error, so that it does not wait forever. Does nothing if an answer is outstanding."""
+        with contextlib.suppress(zmq.ZMQError):  # a REQ socket cannot send before the last answer has come
+            self._socket.send(pickle.dumps(RuntimeError("the sender aborted the update")), zmq.NOBLOCK)
             self._socket.setsockopt(zmq.LINGER, ABORT_MS)
 
     def close(self) -> None:
@@ -93,7 +98,7 @@ class ConsumerSocket:
 
 
 class CheckpointEngineSender:
-    """Brings versions to the consumers of one machine, in the place of checkpoint-engine's parameter server."""
+    """Sends versions to the consumers on one machine, in place of checkpoint-engine's parameter server."""
 
     def __init__(
         self,
@@ -108,12 +113,13 @@ class CheckpointEngineSender:
     ) -> None:
         """Args:
         folder, device: see `keepstep.Subscriber`.
-        consumers: their devices, as checkpoint-engine names them (``GPU-...``).
-        request: has all consumers begin, and returns when they are through: it is given the address of each one's
-            socket, by device, and calls what the engine has for it (SGLang: POST of ``zmq_handles``).
-        buffers: makes a buffer of so many bytes that a consumer can map, and its handle (`cuda_handle`).
-        pickled: has to be True: consumers unpickle what they are sent.
-        answer_s: how long a consumer may take for one bucket, and for its start.
+        consumers: device of each consumer, as checkpoint-engine names it (``GPU-...``).
+        request: starts the update in the engine and returns when the engine has finished it. It gets the ZeroMQ address
+            for each device, and calls the engine's own interface (SGLang: POST of ``zmq_handles``).
+        buffers: allocates a buffer of a given number of bytes that a consumer can map. It returns the buffer and its
+            handle (`cuda_handle`).
+        pickled: must be True, to confirm that the consumers may unpickle messages.
+        answer_s: timeout for a consumer to connect, and to answer each message, in seconds.
 
         Raises:
             ConfigurationError: ``pickled`` is not True.
@@ -124,21 +130,22 @@ class CheckpointEngineSender:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets = tempfile.TemporaryDirectory(prefix="keepstep-ce-")  # mode 0700
         self._numbers = itertools.count()
-        """Of sockets: none is used again, so a consumer that was left behind meets no later update."""
+        """Numbers of the sockets. Each is used once, so a consumer of an aborted update cannot join a later one."""
         self._inbox = VersionInbox(folder, device=device, name="checkpoint-engine's consumers")
         self.version: int | None = None
-        """The last that all consumers have."""
+        """The last version that all consumers have loaded; None before the first."""
 
     def update(self, timeout_s: float, bucket_bytes: int = 64 << 20) -> int:
-        """Waits for a version and brings it to all consumers; returns its number.
+        """Waits for the next version, sends it to all consumers, and returns its number.
 
         Args:
-            timeout_s: for the version.
-            bucket_bytes: how much is sent at a time; more where a tensor is larger.
+            timeout_s: how long to wait for a version.
+            bucket_bytes: size of the buffer. The sender allocates more if a single tensor is larger.
 
         Raises:
-            SubscriberLost, LoadError: a consumer is gone or failed. It holds parts of two versions.
-            KeepstepError: no version came in time, and why if that is known.
+            SubscriberLost, LoadError: a consumer or ``request`` failed, or did not answer in time. The consumers may
+                hold parts of two versions.
+            KeepstepError: no version arrived in time; with the reason, if known.
         """
         version, tensors = self._inbox.take(timeout_s)
         largest = max((_aligned(tensor) for tensor in tensors.values()), default=0)
@@ -152,7 +159,7 @@ class CheckpointEngineSender:
             for content in itertools.chain([handle], _buckets(tensors, buffer), [None, None]):
                 for socket in sockets.values():
                     socket.tell(content)
-        except BaseException:  # also where the caller is interrupted: no consumer is left waiting
+        except BaseException:  # also on KeyboardInterrupt: no consumer must keep waiting
             for socket in sockets.values():
                 socket.abort()
             raise
@@ -164,7 +171,7 @@ class CheckpointEngineSender:
         return version
 
     def close(self) -> None:
-        """Leaves the publisher. Consumers keep what they have."""
+        """Disconnects from the publisher. The consumers keep their weights."""
         self._inbox.close()
         self._context.term()
         self._sockets.cleanup()
@@ -179,7 +186,7 @@ class CheckpointEngineSender:
 
 
 class _Asking:
-    """The engine's own call, which lasts as long as the update."""
+    """Runs the engine's own call in a thread. The call lasts as long as the update."""
 
     def __init__(self, request: Callable[[dict[str, str]], None], addresses: dict[str, str]) -> None:
         self._error: Exception | None = None
@@ -195,8 +202,8 @@ class _Asking:
 
     def wait(self, timeout_s: float) -> None:
         """Raises:
-        SubscriberLost: the call has not returned.
-        LoadError: it failed.
+        SubscriberLost: the call has not returned in time.
+        LoadError: the call raised an exception.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -210,7 +217,10 @@ def _aligned(tensor: torch.Tensor) -> int:
 
 
 def _buckets(tensors: dict[str, torch.Tensor], buffer: torch.Tensor) -> Any:
-    """Fills the buffer again and again, and says what is in it. It has been read when the next one is asked for."""
+    """Fills the buffer and yields the metadata of its tensors, repeatedly.
+
+    The consumers must have read the buffer before the caller takes the next item.
+    """
     metas: list[dict[str, object]] = []
     offset = 0
     for name, tensor in tensors.items():

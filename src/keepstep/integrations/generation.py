@@ -27,10 +27,10 @@ class Generated:
 
 
 class GenerationEngine:
-    """A model of Transformers whose weights come from a training job. Any thread may ask it, several at the same time.
+    """A Transformers model whose weights come from a training job. Several threads may call `generate` concurrently.
 
-    Versions take each other's place between answers: a new one waits until those under way are complete, and answers
-    that are asked for meanwhile wait for it. Before the first version there is no answer.
+    The engine switches to a new version between answers. The new version waits for running answers to complete, and
+    calls of `generate` wait for the switch. Before the first version `generate` returns no answer.
     """
 
     def __init__(
@@ -43,36 +43,36 @@ class GenerationEngine:
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
         """Args:
-        model: of the shape that is published, under the same names; it stays the caller's, and is put into eval
-            mode. As much memory as it has is taken again, for the next version.
-        folder, device, name, deadline_s: see `keepstep.Subscriber`. An answer that takes longer than the deadline
-            makes the version that waits for it fail; the next one comes.
+        model: a model with the published names and shapes. The caller owns it; the engine puts it into eval mode. The
+            engine allocates the size of its weights once more, for the next version.
+        folder, device, name, deadline_s: see `keepstep.Subscriber`. If an answer takes longer than the deadline, the
+            version that waits for it fails, and the engine continues with a later one.
         """
         self.model = model.eval()
         self.subscriber = Subscriber(folder, into=model, device=device, name=name, deadline_s=deadline_s)
-        """For its version, its condition, and why the latest version did not come."""
+        """The subscriber: its current version, its condition, and the error of the latest failed version."""
 
     def start(self) -> Self:
-        """Attends to the publisher in a thread, until `close`."""
+        """Starts a thread that receives versions until `close`."""
         self.subscriber.start()
         return self
 
     def generate(self, *arguments: Any, version: int | None = None, **options: Any) -> Generated:
-        """As the model's ``generate``, with one version from the first token to the last.
+        """Calls the model's ``generate``. All tokens come from the same version of the weights.
 
         Args:
             arguments, options: for ``generate``. A streamer gets tokens of this version only.
-            version: waits for exactly this one; by default the newest.
+            version: wait for exactly this version; by default, use the newest.
 
         Raises:
-            WeightsNotReady: no version is there, or not the one that was asked for, within the deadline.
-            Exception: what ``generate`` raises.
+            WeightsNotReady: there was no version, or not the requested one, within the deadline.
+            Exception: any exception that ``generate`` raises.
         """
         with self.subscriber.using(version=version) as present, torch.inference_mode():
             return Generated(present, self.model.generate(*arguments, **options))
 
     def close(self) -> None:
-        """Leaves the publisher. The model keeps its weights."""
+        """Disconnects from the publisher. The model keeps its weights."""
         self.subscriber.close()
 
     def __enter__(self) -> Self:

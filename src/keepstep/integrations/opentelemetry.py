@@ -1,8 +1,9 @@
-"""OpenTelemetry: each recovery of a job as a trace, sent over OTLP to wherever the ``OTEL_*`` variables say.
+"""OpenTelemetry: exports each recovery of a job as a trace, over OTLP to the endpoint in the ``OTEL_*`` variables.
 
-Needs the extra ``otel``. A recovery is a span ``keepstep.recovery`` from the failure to the first step afterwards; its
-parts are spans below it, and what each rank was at in a part are the events of that part's span. Of published weights
-each update that counts is a span ``keepstep.weights.update``; where several come between two looks, the newest.
+Needs the extra ``otel``. A recovery is a span ``keepstep.recovery`` from the failure to the first step afterwards. The
+parts of the recovery are child spans, and the activities of each rank are events of these spans. Each committed update
+of published weights is a span ``keepstep.weights.update``. If several updates are committed between two polls, only
+the newest is exported.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind
 from keepstep.trace.weights.publications import Publication
 
 POLL_INTERVAL_S = 1.0
-"""Recoveries are looked for so often. A collector shows them seconds later in any case."""
+"""Interval between two polls for recoveries. A collector shows them some seconds later in any case."""
 FLUSH_S = 5.0
-"""When the job has ended, what was not sent yet is waited for so long, and then given up."""
+"""How long to wait at the end of the job for unsent spans. The exporter drops them after this time."""
 
 _PART_OF = {SpanKind.STOP: "stop", SpanKind.DECIDE: "decide", SpanKind.RESET: "reset"}
-"""Which part a rank's span belongs to; all others to the restoration."""
+"""The part of the recovery that a rank's span belongs to; all other spans belong to the restoration."""
 
 
 def provider(exporter: SpanExporter | None = None) -> TracerProvider:
-    """What spans go through: a queue, and a thread that sends them.
+    """Creates a tracer provider with a queue of spans and a thread that exports them.
 
     Args:
-        exporter: where to; by default over OTLP, as the ``OTEL_*`` variables say.
+        exporter: the exporter; by default OTLP, configured by the ``OTEL_*`` variables.
     """
     resource = Resource.create()
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):  # the SDK's word for: not set
@@ -57,9 +58,9 @@ def provider(exporter: SpanExporter | None = None) -> TracerProvider:
 
 @contextlib.contextmanager
 def exporting(run_dir: Path, exporter: SpanExporter | None = None) -> Iterator[Companion]:
-    """A companion of the job in ``run_dir`` that exports its recoveries; at the end, what is left is sent.
+    """Yields a companion that exports the recoveries of the job in ``run_dir``. On exit it sends the remaining spans.
 
-    Nothing that goes wrong with it touches the job.
+    A failure of the exporter does not affect the job.
     """
     spans_of = provider(exporter)
     tracer = spans_of.get_tracer("keepstep", keepstep.__version__)
@@ -70,7 +71,7 @@ def exporting(run_dir: Path, exporter: SpanExporter | None = None) -> Iterator[C
     try:
         yield accompany
     finally:
-        # In a thread that may be left behind: an exporter that gets no answer takes longer than a user wants to wait.
+        # In a daemon thread: an exporter without an answer may block for longer than the user wants to wait.
         sending = threading.Thread(target=spans_of.shutdown, name="keepstep-otel", daemon=True)
         sending.start()
         sending.join(FLUSH_S)
@@ -96,14 +97,14 @@ async def _follow(run_dir: Path, tracer: Tracer) -> None:
 
 
 class NewUpdates:
-    """The updates of published weights that count and were not seen yet: of each folder the newest."""
+    """The newest committed update of each weights folder, if it has not been exported yet."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._seen: dict[str, tuple[int, int]] = {}
 
     def take(self, is_over: bool = False) -> Iterator[Publication]:
-        """Those that all devices have told of; where nothing more is to come, also others."""
+        """Yields the new updates that all devices have reported. With ``is_over`` it yields incomplete ones as well."""
         for folder, publication in self._run.publications.found.items():
             is_whole = is_over or len(publication.last_devices) == len(publication.devices)
             if publication.last is not None and is_whole and self._seen.get(folder) != publication.last:
@@ -124,12 +125,12 @@ def _complain(what: str) -> None:
 
 
 def export(scene: Scene, run: Run, tracer: Tracer) -> None:
-    """Makes the spans of a recovery that is over.
+    """Creates the spans of a completed recovery.
 
     Args:
         scene: the recovery.
-        run: that it belongs to.
-        tracer: that makes them.
+        run: the run that it belongs to.
+        tracer: creates the spans.
     """
     info, record = run.info, scene.record
     end_s = scene.end_s if scene.end_s is not None else max(run.now_s, record.begun_s)
@@ -160,12 +161,12 @@ def export(scene: Scene, run: Run, tracer: Tracer) -> None:
 
 
 def export_update(publication: Publication, run: Run, tracer: Tracer) -> None:
-    """Makes the span of the last update that counts; consumers that were left out are its events.
+    """Creates the span of the last committed update. The consumers that did not get the update are its events.
 
     Args:
-        publication: that has one.
-        run: that it belongs to.
-        tracer: that makes it.
+        publication: a publication with a committed update.
+        run: the run that it belongs to.
+        tracer: creates the span.
     """
     info, devices = run.info, publication.last_devices
     begun_s = min(device.committed_span_s[0] for device in devices.values())

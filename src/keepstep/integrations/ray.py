@@ -1,9 +1,9 @@
-"""Ray: an agent on each of several Ray nodes, and a lost node replaced by the one that Ray finds.
+"""Ray: runs an agent on each of several Ray nodes. Ray replaces a lost node.
 
-Needs the extra ``ray``. Which nodes a job gets is Ray's affair alone: they are the bundles of one placement group, no
-two of them on one node, and the bundle of a node that dies is placed anew as soon as there is another. In each bundle
-lives an actor whose only work is to run ``keepstep agent`` as its child and to hand on what that prints. For the rest
-it is a job on several nodes like any other: agents and controller speak as they always do.
+Needs the extra ``ray``. Ray alone chooses the nodes: the job is one placement group with a bundle for each node, no two
+bundles on the same node. If a node dies, Ray places its bundle on another node as soon as one is available. In each
+bundle an actor runs ``keepstep agent`` as its child process and forwards the agent's output. Everything else is the
+same as in other jobs on several nodes: agents and controller use the same protocol.
 """
 
 from __future__ import annotations
@@ -38,39 +38,44 @@ from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret
 
 OF_THIS_NODE = "auto"
-"""The address of the cluster that this node belongs to, in Ray's words."""
+"""Ray's name for the address of the cluster that this node belongs to."""
 REACH_S = 10.0
-"""A cluster that does not take a connection within so long is not there."""
+"""Timeout for a TCP connection to the cluster."""
 LISTEN_S = 10.0
-"""An actor that is asked what its agent has printed answers after so long in any case."""
+"""The longest time that `NodeAgent.listen` waits for output before it answers."""
 POLL_INTERVAL_S = 1.0
-"""How long one look takes whether Ray has placed the nodes; a signal is acted upon after so long at most."""
+"""Interval between two checks whether Ray has placed the nodes, and the longest delay before a signal takes effect."""
 PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
-"""Between the end of an agent and the start of the next: as long as a job's end takes to be known here, then longer."""
+"""Pause between the end of an agent and the start of the next. The first is long enough for this process to learn that
+the job has ended. It doubles with each agent in a row that ends quickly, up to the maximum."""
 QUICK_S = 30.0
 MAX_QUICK_ENDS = 3
-"""Where agents end so soon, so often in a row, and none has ever lasted, none ever will."""
+"""After more than ``MAX_QUICK_ENDS`` agents in a row that each end within ``QUICK_S``, the job fails, unless an
+earlier agent in the bundle lasted longer."""
 LAST_WORDS_S = 20.0
 """How long agents may take to end when the job has."""
 PIPE_BYTES = MAX_LINE_BYTES = 1 << 16
-"""What a pipe holds (`man 7 pipe`). Lines of different nodes are not mixed, unless they are longer."""
+"""Capacity of a pipe (`man 7 pipe`). Lines of different nodes are not mixed unless they are longer."""
 
 MAX_GIST_CHARS = 300
-"""Of what Ray says of a lost node, so much is printed."""
+"""How much of Ray's message about a lost node is printed."""
 
 Bundle = Mapping[str, float]
-"""What a node sets aside for the job, in Ray's words: ``CPU``, ``GPU``, ``memory``, or a resource of your own."""
+"""Resources that Ray reserves on each node, by Ray's names: ``CPU``, ``GPU``, ``memory``, or a custom resource."""
 
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[str]:
-    """This process as a driver of a Ray cluster; yields the address at which the other nodes reach this one.
+    """Connects this process to a Ray cluster as a driver, and disconnects on exit.
 
     Args:
-        address: of the cluster, HOST:PORT, or `OF_THIS_NODE`.
+        address: address of the cluster as HOST:PORT, or `OF_THIS_NODE`.
+
+    Yields:
+        the address at which the other nodes can reach this one.
 
     Raises:
-        ConfigurationError: there is no such cluster, or it is none for us.
+        ConfigurationError: the address is not HOST:PORT, or no cluster can be reached there.
     """
     if "://" in address or address == "local":
         raise ConfigurationError(
@@ -80,7 +85,7 @@ def connected(address: str) -> Iterator[str]:
     if address != OF_THIS_NODE:
         _reach(address)  # Ray would try for a quarter of an hour
     try:
-        # What agents print is handed on by `NodeAgent`. Ray's own way drops lines that look alike, and the last ones.
+        # `NodeAgent` forwards the output of the agents: Ray's own log forwarding drops similar lines and the last ones.
         ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigurationError(
@@ -104,22 +109,22 @@ def _reach(address: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AgentCommand:
-    """How an agent is started; the same on all nodes."""
+    """The command line and environment of an agent; the same on all nodes."""
 
     flags: tuple[str, ...]
-    """Of ``keepstep agent``, as far as they are the same on all nodes."""
+    """Flags of ``keepstep agent`` that are the same on all nodes."""
     script: tuple[str, ...]
-    """What is trained, with its arguments."""
+    """The training script, with its arguments."""
     folder: str
-    """Where the command was given: paths are relative to it, unless Ray gives the job a folder of its own."""
+    """The working directory of ``keepstep``. Agents use it too, unless Ray's runtime environment sets another one."""
     num_threads: str
-    """``OMP_NUM_THREADS`` of the workers. Ray's own choice is made for one process, and an agent has several."""
+    """``OMP_NUM_THREADS`` of the workers. It replaces Ray's value, which assumes one process per actor."""
     run_dir: str | None
-    """Each node's run folder lies in it; None: it is a temporary one."""
+    """Parent folder of each node's run folder; None: each node uses a temporary folder."""
 
 
 class NodeAgent:
-    """The actor in a bundle: runs this node's agent, and dies together with it."""
+    """The actor in a bundle. It runs this node's agent; when the actor dies, the agent ends."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -128,16 +133,16 @@ class NodeAgent:
         self._answer: tuple[int, Any] = (-1, None)
 
     def where(self) -> tuple[str, str]:
-        """The name of the host that Ray has chosen, and its address."""
+        """Returns the name and address of the host that Ray has chosen."""
         return socket.gethostname(), str(ray.util.get_node_ip_address())
 
     def start(self, command: AgentCommand, place: tuple[str, ...], credentials: str) -> None:
         """Starts the agent.
 
         Args:
-            command: its command line.
-            place: the flags that tell it where in its job it stands.
-            credentials: good for this node's name only.
+            command: the command line of the agent.
+            place: further flags for this agent only: node name, node rank, address.
+            credentials: the agent's credentials, valid for this node name only.
         """
         words = [sys.executable, "-m", "keepstep.cli.main", "agent", "--parent", str(os.getpid())]
         words += [*command.flags, *place, *command.script]
@@ -159,10 +164,10 @@ class NodeAgent:
         self._selector.register(os.pidfd_open(self._process.pid), selectors.EVENT_READ)
 
     def listen(self, number: int) -> tuple[bytes, bytes, int | None]:
-        """What the agent has printed since it was last asked, on either stream, and its exit code when it has ended.
+        """Returns the agent's new output on stdout and stderr, and its exit code after it has ended (else None).
 
         Args:
-            number: of the question. One that comes again, for its answer was lost, is answered as before.
+            number: number of the request. A repeated request gets the same answer: its first answer may be lost.
         """
         if number != self._answer[0]:
             self._answer = number, self._listen()
@@ -174,14 +179,14 @@ class NodeAgent:
         for key, _ in self._selector.select(LISTEN_S):
             if key.data is not None and key.data.read() == 0:
                 self._selector.unregister(key.fileobj)
-        # A process that ended may have left a child behind that still holds the pipes: their end is not waited for.
+        # Do not wait for the end of the pipes: a child of the ended process may still hold them open.
         code = self._process.poll()
         stdout, stderr = (self._output[name].take(is_last=code is not None) for name in ("stdout", "stderr"))
         return stdout, stderr, code
 
 
 class _Output:
-    """One stream of an agent: whole lines of it, as they come."""
+    """One output stream of an agent, read in complete lines."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._descriptor = pipe.fileno()
@@ -190,7 +195,7 @@ class _Output:
         self._whole = b""
 
     def read(self) -> int | None:
-        """Reads what is there, a pipe's whole contents; 0 when no more will come, None when there is nothing now."""
+        """Reads the available bytes of the pipe. Returns 0 at its end, None if there is nothing to read now."""
         try:
             data = os.read(self._descriptor, PIPE_BYTES)
         except BlockingIOError:
@@ -203,7 +208,7 @@ class _Output:
         return len(data)
 
     def take(self, *, is_last: bool) -> bytes:
-        """What has become whole; of an agent that has ended, all that there is."""
+        """Returns the complete lines; with ``is_last``, when the agent has ended, also an incomplete one."""
         if is_last:
             self.read()
             self._whole, self._unfinished = self._whole + self._unfinished, b""
@@ -216,27 +221,27 @@ class _Output:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RayJob:
-    """A job on Ray as the command line describes it."""
+    """A job on Ray, as specified on the command line."""
 
     num_nodes: int
     bundle: Bundle
     command: AgentCommand
     secret: Secret
     timeout_s: float
-    """How long Ray may take to find the nodes, and to start something on them."""
+    """Timeout for Ray to place the nodes, and to start an actor on each."""
 
 
 def run_on_ray(job: RayJob, host: Callable[[], HostedController]) -> int:
     """Runs a job on the cluster that this process is connected to, and returns its exit code.
 
-    SIGINT, SIGTERM, SIGHUP and SIGQUIT end the job at once: it is not drained.
+    SIGINT, SIGTERM, SIGHUP and SIGQUIT end the job at once, without draining it.
 
     Args:
-        job: what to run.
-        host: makes the controller, once there are nodes for it.
+        job: the job.
+        host: creates the controller, after Ray has placed the nodes.
 
     Raises:
-        ConfigurationError: Ray has not so many nodes, or nothing can be run on them as asked.
+        ConfigurationError: Ray did not place the nodes in time, or no agent can run on one of them.
     """
     return asyncio.run(_run(job, host))
 
@@ -254,7 +259,7 @@ async def _run(job: RayJob, host: Callable[[], HostedController]) -> int:
 
 
 async def _is_placed(job: RayJob, group: PlacementGroup, stopped: StopSignal) -> bool:
-    """Waits until Ray has found the nodes; False where a signal came first."""
+    """Waits until Ray has placed the nodes. False if a signal arrived first."""
     deadline_s = time.monotonic() + job.timeout_s
     is_told = False
     while not await asyncio.to_thread(group.wait, POLL_INTERVAL_S):
@@ -293,14 +298,14 @@ class _End:
     why: str
     lasted_s: float
     is_hopeless: bool
-    """Another one would fare no better."""
+    """Whether a new agent would fail in the same way."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.why}"
 
 
 class _Job:
-    """A controller here, and an agent in each bundle, for as long as the job lasts."""
+    """Runs the controller in this process, and keeps an agent in each bundle, until the job has ended."""
 
     def __init__(self, job: RayJob, group: PlacementGroup, hosted: HostedController) -> None:
         self._job = job
@@ -317,7 +322,7 @@ class _Job:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             for each in serving:
                 if each.done():
-                    each.result()  # nothing can be run in a bundle
+                    each.result()  # raises ConfigurationError: no agent can run in the bundle
             if stopped.done():
                 await self._hosted.end()
             code = await self._hosting
@@ -333,7 +338,7 @@ class _Job:
         """Keeps an agent in a bundle until the job has ended.
 
         Raises:
-            ConfigurationError: there has never been one that lasted, and there never will.
+            ConfigurationError: every agent in the bundle ended soon after its start, and another one would, too.
         """
         has_lasted, num_quick = False, 0
         for life in itertools.count():
@@ -347,7 +352,7 @@ class _Job:
             _tell(f"{end}; an agent is started where Ray finds room")
 
     async def _live(self, number: int, life: int) -> _End:
-        """One agent, from its start to its end."""
+        """Runs one agent from its start to its end."""
         name = f"bundle {number}"
         begun_s: float | None = None
         actor = self._placed(number)
@@ -376,10 +381,10 @@ class _Job:
             ray.kill(actor)
 
     async def _found(self, actor: Any, timeout_s: float | None) -> tuple[str, str]:
-        """The host that Ray has put an actor on, and its address.
+        """Returns the name and address of the host on which Ray has placed an actor.
 
         Raises:
-            TimeoutError: there is none so soon, or the job has ended before.
+            TimeoutError: Ray did not place the actor in time, or the job ended first.
         """
         assert self._hosting is not None
         where = asyncio.ensure_future(actor.where.remote())
@@ -392,7 +397,7 @@ class _Job:
         return host, address
 
     async def _hand_on(self, actor: Any) -> int:
-        """Prints what an agent prints, until it has ended; returns its exit code."""
+        """Forwards the output of an agent until it has ended; returns its exit code."""
         number = 0
         while True:
             try:
@@ -408,7 +413,7 @@ class _Job:
                 return int(code)
 
     def _placed(self, number: int) -> Any:
-        """An actor in a bundle, as soon as that is on a node."""
+        """Creates an actor in a bundle. Ray starts the actor as soon as the bundle is on a node."""
         resources = dict(self._job.bundle)
         memory = resources.pop("memory", None)
         return (
@@ -424,14 +429,14 @@ class _Job:
         )
 
     async def _is_over(self, pause_s: float) -> bool:
-        """Whether the job has ended, or does within so long."""
+        """Whether the job has ended, or ends within ``pause_s`` seconds."""
         assert self._hosting is not None
         await asyncio.wait({self._hosting}, timeout=pause_s)
         return self._hosting.done()
 
 
 def _gist(error: Exception) -> str:
-    """The line of one of Ray's messages that says what was the matter: the last that is not indented."""
+    """The line of a Ray error message that states the cause: the last line that is not indented."""
     lines = [line for line in str(error).splitlines() if line.strip() and not line[0].isspace()]
     return lines[-1][:MAX_GIST_CHARS].rstrip(". ") if lines else type(error).__name__
 

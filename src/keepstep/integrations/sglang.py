@@ -1,7 +1,7 @@
-"""SGLang takes versions as files in memory, by its door ``/update_weights_from_disk``. Nothing is pickled.
+"""Updates an SGLang server through its endpoint ``/update_weights_from_disk``, with files in shared memory. No pickle.
 
-A small process beside the server receives each version, writes it to a folder in shared memory, and asks the server to
-load it. The server waits until its requests are complete, loads, and goes on: no answer mixes two versions.
+A separate process on the server's machine receives each version, writes it to a folder in shared memory, and requests
+the server to load it. The server completes its running requests before it loads, so no answer mixes two versions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keepstep.weights.subscriber import DEFAULT_DEADLINE_S
 
 
 class ServerUpdates:
-    """Brings versions to one SGLang server of this machine."""
+    """Updates one SGLang server on this machine with published versions."""
 
     def __init__(
         self,
@@ -38,14 +38,15 @@ class ServerUpdates:
         answer_s: float = 300.0,
     ) -> None:
         """Args:
-        folder, device, deadline_s: see `keepstep.Subscriber`. The names that are published are those of a checkpoint.
-        url: of the server, such as ``http://127.0.0.1:30000``.
-        api_key: the server's ``--admin-api-key``, or else its ``--api-key``, if it has one.
-        memory: where versions are written; one at a time, two while the server changes.
-        answer_s: how long the server may take to complete its requests and load.
+        folder, device, deadline_s: see `keepstep.Subscriber`. The published names must be those of a checkpoint that
+            the server can load.
+        url: base URL of the server, such as ``http://127.0.0.1:30000``.
+        api_key: the server's ``--admin-api-key`` or else its ``--api-key``, if it has one.
+        memory: parent folder for the versions. It holds one version, and two while the server loads the next.
+        answer_s: timeout for the server to complete its running requests and load a version, in seconds.
         """
         self.version: int | None = None
-        """The last that the server has loaded."""
+        """The last version that the server has loaded; None before the first."""
         self._url, self._answer_s = url.rstrip("/"), answer_s
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -54,12 +55,15 @@ class ServerUpdates:
         self._inbox = VersionInbox(folder, device=device, name=f"SGLang at {url}", deadline_s=deadline_s)
 
     def update(self, timeout_s: float) -> int:
-        """Waits for a version, and has the server load it; returns its number. Call it again and again.
+        """Waits for a version, makes the server load it, and returns its number. Call it in a loop.
+
+        Args:
+            timeout_s: how long to wait for a version.
 
         Raises:
-            LoadError: the server refused it, and was asked to load the former version again, for a refusal may come
-                half-way; or it did not answer.
-            KeepstepError: no version came in time, and why if that is known. The server has kept its version.
+            LoadError: the server did not answer, or it refused the version. A refusal may come halfway through loading,
+                so `update` has then requested the server to load the former version again.
+            KeepstepError: no version arrived in time; with the reason, if known. The server has kept its version.
         """
         version, tensors = self._inbox.take(timeout_s)
         refusal = self._load(version, self._write(version, tensors))
@@ -74,7 +78,7 @@ class ServerUpdates:
         return version
 
     def close(self) -> None:
-        """Leaves the publisher and frees the memory. The server keeps its weights."""
+        """Disconnects from the publisher and deletes the files. The server keeps its weights."""
         self._inbox.close()
         shutil.rmtree(self._memory, ignore_errors=True)
 
@@ -90,7 +94,7 @@ class ServerUpdates:
         return self._memory / f"version-{version}"
 
     def _write(self, version: int, tensors: dict[str, torch.Tensor]) -> Path:
-        """A checkpoint of one file; under the version's own name, so that the server never reads one that changes."""
+        """Writes a version as a checkpoint of one file, in a folder of its own: the server may still read another."""
         path = self._path(version)
         path.mkdir(exist_ok=True)  # a job may come to a version again
         save_file(tensors, path / "model.safetensors.new", metadata={"format": "pt"})
@@ -98,14 +102,14 @@ class ServerUpdates:
         return path
 
     def _load(self, version: int, path: Path) -> str | None:
-        """Has the server load a version; why it does not."""
+        """Makes the server load a version. Returns None, or the reason if the server refuses."""
         content = {"model_path": str(path), "load_format": "safetensors", "weight_version": str(version)}
         data = json.dumps(content).encode()
         request = urllib.request.Request(f"{self._url}/update_weights_from_disk", data, self._headers)
         try:
             with urllib.request.urlopen(request, timeout=self._answer_s) as response:
                 json.load(response)
-        except urllib.error.HTTPError as error:  # it refuses with 400, and with 401 who has not its key
+        except urllib.error.HTTPError as error:  # 400: the server refuses the version; 401: the API key is wrong
             return f"{error.code}: {error.read(1000).decode(errors='replace')}"
         except (OSError, ValueError) as error:
             raise LoadError(f"SGLang did not answer for version {version}: {error}") from error

@@ -1,4 +1,4 @@
-"""torchtitan: a ``Trainer`` whose training goes on where a rank is lost.
+"""torchtitan: a ``Trainer`` that continues training after a rank is lost.
 
 ::
 
@@ -7,19 +7,19 @@
     trainer = Trainer.Config(...).build()       # or TitanTrainer(config), with any Trainer.Config
     trainer.train()
 
-For a trainer that is derived from ``Trainer``: ``protected(FluxTrainer)(config)``. Without a script of one's own:
-``keepstep run -m keepstep.integrations.torchtitan --module llama3 --config llama3_8b``, in place of
+For a class derived from ``Trainer``: ``protected(FluxTrainer)(config)``. Without a script:
+``keepstep run -m keepstep.integrations.torchtitan --module llama3 --config llama3_8b`` in place of
 ``torchrun -m torchtitan.train``.
 
-The trainer's own ``train_step()`` runs, and its logging, validation and checkpoints. Around them is another loop, of
-units that may come again (`keepstep.worker.loop.foreign`): a step, and what follows a step where the trainer validates
-or saves there.
+The trainer's own ``train_step()``, logging, validation and checkpoints run unchanged. keepstep replaces the loop around
+them by a sequence of repeatable units (`keepstep.worker.loop.foreign`): a step, and the validation and checkpoint after
+a step.
 
-* Batches are fetched apart from what is computed with them: a step that comes again gets the same ones, and a
-  replacement continues at the loader's position.
-* The update is made behind ``train_step()``, which calls collectives for its log after ``optimizers.step()``: none may
-  be called between the update and the end of a step.
-* A line of the log is written when its step counts.
+* keepstep keeps the batches of the current step, so a repeated step gets the same ones. A replacement continues at the
+  loader's position.
+* The optimizer update runs after ``train_step()``. torchtitan calls collectives for its log after
+  ``optimizers.step()``, and no collective is allowed between the update and the end of a step.
+* The trainer writes a line of the log after the step is committed.
 """
 
 from __future__ import annotations
@@ -54,33 +54,33 @@ from keepstep.worker.values.attributes import from_bytes, to_bytes
 TESTED = ((0, 3), (0, 4))
 """Releases of torchtitan for which the tests have passed, from and below."""
 MAX_POSITION_BYTES = 48 << 10
-"""Of a loader's position, compressed; a rank's own values may take 64 KiB (`keepstep.worker.values.declared`)."""
+"""Limit for a loader's compressed position; rank-local values may take 64 KiB (`keepstep.worker.values.declared`)."""
 _POSITION = "the state of the dataloader"
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class TitanMixin(_Base):
-    """What makes a class derived from ``Trainer`` go on after a failure. It stands in front of that class.
+    """Adds fault tolerance to a class derived from ``Trainer``. It must precede that class among the bases.
 
     Attributes:
-        session: that of this process.
-        keepstep_options: further arguments for `Session.protect`, such as ``snapshot_every``. To be set before
+        session: the session of this process.
+        keepstep_options: further arguments for `Session.protect`, such as ``snapshot_every``. Set them before
             ``train()``.
     """
 
     device: torch.device
-    """Of ``Trainer``, as the next two."""
+    """Set by ``Trainer``, as are the next two."""
     step: int
     ntokens_seen: int
 
     def __init__(self, config: Any) -> None:
-        """Calls `keepstep.init` where the script has not. A spare waits here for a rank.
+        """Calls `keepstep.init` if the script has not done so. A spare waits here for a rank.
 
         Args:
             config: any ``Trainer.Config``.
 
         Raises:
-            ConfigurationError: it asks for what cannot be protected.
+            ConfigurationError: the config selects a feature that keepstep cannot protect.
         """
         warn_of_release("torchtitan", torchtitan.__version__, TESTED)
         _refuse(type(self), config)
@@ -91,7 +91,7 @@ class TitanMixin(_Base):
         self._loop = ForeignLoop(self.session.begin)
         self._was_entered = False
         self._update: list[Callable[[], object]] = []
-        """What `train_step` has put off: the update, and the step of the learning rate."""
+        """Calls that `train_step` has deferred: the optimizer update and the learning rate scheduler's step."""
         super().__init__(config)
         _postpone(self.optimizers, self._update)
         _postpone(self.lr_schedulers, self._update)
@@ -100,7 +100,7 @@ class TitanMixin(_Base):
     # ---- the trainer's methods --------------------------------------------------------------------------------------
 
     def init_distributed(self) -> ParallelDims:
-        """The process group is there already."""
+        """Creates no process group: keepstep has created it."""
         torch.autograd.set_multithreading_enabled(False)  # as torchtitan: recomputation looks up its mesh by thread
         if self.device.type == "cuda":  # the node says which one, and not the number of the rank
             self.device = self.session.device
@@ -111,7 +111,7 @@ class TitanMixin(_Base):
         """Trains to the last step, or to the end of the data.
 
         Raises:
-            UsageError: called twice.
+            UsageError: `train` was called before in this process.
         """
         if self._was_entered:
             raise UsageError("train() is called a second time in this process: keepstep protects one training")
@@ -163,7 +163,7 @@ class TitanMixin(_Base):
         return progress.is_stopped or not (progress.is_pending or self.should_continue_training())
 
     def _step(self) -> None:
-        """A training step: a unit."""
+        """Runs a training step as a unit."""
         progress = self._progress
         self.step += 1
         structured_logger.set_step(self.step, relative_step=self.step - self._first_step)
@@ -188,7 +188,7 @@ class TitanMixin(_Base):
         self._handed_out()
 
     def _wants_more(self) -> bool:
-        """Whether the trainer validates or saves behind this step."""
+        """Whether the trainer validates or saves a checkpoint after this step."""
         checkpointer, config = self.checkpointer, self.config
         saves = checkpointer.enable and checkpointer._should_save(self.step, self._is_last)
         return bool(saves or (config.validator.enable and self.validator.should_validate(self.step)))
@@ -198,7 +198,7 @@ class TitanMixin(_Base):
         return bool(self.step == self.config.training.steps)
 
     def _follow(self) -> None:
-        """What the trainer does behind a step: a unit."""
+        """Runs the checkpoint and the validation after a step as a unit."""
         self._loop.controller.seed(self.step)
         self._batches.stand_before(self.step + 1)  # the checkpoint has the loader's position in it
         self.checkpointer.save(self.step, last_step=self._is_last)
@@ -214,24 +214,24 @@ class TitanMixin(_Base):
         self._lines: list[list[Any]] = []
 
     def _put(self) -> None:
-        """Gives the trainer what the protected state says."""
+        """Sets the trainer's attributes from the protected state."""
         self.ntokens_seen = self._own.tokens
         self._handed_out()
 
     # ---- its log ----------------------------------------------------------------------------------------------------
 
     def _hear(self, line: list[Any]) -> None:
-        """A line of the log is to be written: when its unit counts."""
+        """Defers a line of the log until its unit is committed."""
         self._lines.append(line)
         self.session.defer(self._say, self._loop.index, len(self._lines) - 1, line)
 
     def _share_lines(self) -> None:
-        """What this rank has to log leaves it with the gradients."""
+        """Makes the lines of the log rank-local values, which this rank sends at the gradient barrier."""
         if self._lines or self._own.lines:
             self._own.lines = self._lines
 
     def _say(self, index: int, number: int, line: list[Any]) -> None:
-        """Writes a line of a unit that counts; on a rank that has loggers, exactly once."""
+        """Writes a line of a committed unit; on a rank that has loggers, exactly once in the job."""
         metrics = self.metrics_processor
         if not metrics.data_loading_times:
             metrics.data_loading_times.append(0.0)  # their mean is logged, and a replacement has loaded nothing yet
@@ -252,16 +252,16 @@ class TitanTrainer(TitanMixin, Trainer):
 
 
 def protected(trainer: type[Trainer]) -> type[Any]:
-    """The class derived from another one than ``Trainer``; it takes the same config.
+    """Returns a fault-tolerant subclass of a trainer class. It takes the same config.
 
     Args:
-        trainer: that class.
+        trainer: a class derived from ``torchtitan.trainer.Trainer``.
     """
     return type(f"Keepstep{trainer.__name__}", (TitanMixin, trainer), {})
 
 
 def main() -> None:
-    """What ``torchtitan.train`` does with its command line, with a trainer that is protected."""
+    """The command line of ``torchtitan.train``, with a fault-tolerant trainer."""
     init_logger()
     config = ConfigManager().parse_args()
     structured_logger.init_structured_logger(
@@ -277,11 +277,11 @@ def main() -> None:
 
 
 class _Progress:
-    """Where a trainer stands, the same on all ranks, as a protected object.
+    """The progress of a trainer, replicated on all ranks, as a protected object.
 
     Attributes:
-        is_pending: whether what the trainer does behind the last step is not done yet.
-        is_stopped: whether the data came to their end.
+        is_pending: whether the validation and checkpoint after the last step are still to be done.
+        is_stopped: whether the data are exhausted.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -299,10 +299,11 @@ class _Progress:
 
 
 class _Batches:
-    """The batches of a rank, as the iterator that ``train_step()`` is given.
+    """The batches of a rank, as the iterator for ``train_step()``.
 
-    Those of the present step are kept. In which position the loader stood before a step travels with the rank's own
-    values. Where a position is too large for that, the one before is kept, with how many batches have been read since.
+    The object keeps the batches of the current step. The loader's position before a step is a rank-local value, so a
+    replacement gets it. If a position is too large, the rank keeps sending an earlier position and the number of
+    batches read since then.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -316,12 +317,12 @@ class _Batches:
         self._own = trainer.session.state("torchtitan's dataloader", per_rank=True, position=self._packed(), ahead=0)
         self._iterator: Iterator[Any] | None = None
         self._step: int | None = None
-        """Whose batches are kept."""
+        """The step whose batches are in ``_kept``."""
         self._kept: list[Any] = []
         self._given = 0
 
     def go_to(self, step: int) -> None:
-        """The next batches that are asked for are those of this step, the one of which the protected state tells."""
+        """Positions the iterator at the first batch of a step. The step must be the one of the protected state."""
         if step == self._step:
             self._given = 0
             return
@@ -330,7 +331,7 @@ class _Batches:
         self._step, self._kept, self._given = step, [], 0
 
     def stand_before(self, step: int) -> None:
-        """As `go_to`; the loader itself stands there, too."""
+        """As `go_to`, and also moves the loader itself to that position."""
         if self._kept and step == self._step:
             self._step = None
         self.go_to(step)
@@ -359,7 +360,7 @@ class _Batches:
         return dict(inputs), labels  # train_step() puts other tensors into the dict
 
     def share(self) -> None:
-        """The position behind this step leaves the rank with the gradients."""
+        """Makes the position after this step a rank-local value, which the rank sends at the gradient barrier."""
         position = self._packed()
         if len(position) <= MAX_POSITION_BYTES:
             self._own.position, self._own.ahead = position, 0
@@ -371,8 +372,10 @@ class _Batches:
 
 
 def _settle(loss: Any) -> None:
-    """Sets in FSDP2 what the loss in chunks leaves there at its first call, and what a replacement would not have: it
-    would gather the head's parameters once less than the others.
+    """Sets the FSDP2 options of the head that the chunked loss otherwise sets at its first call.
+
+    Without this, a replacement would lack the options and would all-gather the head's parameters once less than the
+    other ranks.
     """
     head = getattr(loss, "lm_head", None)
     if isinstance(loss, ChunkedLossWrapper) and isinstance(head, FSDPModule):
@@ -382,10 +385,10 @@ def _settle(loss: Any) -> None:
 
 
 def _postpone(thing: Any, calls: list[Callable[[], object]]) -> None:
-    """Has ``thing.step()`` note itself, to be called later.
+    """Makes ``thing.step()`` append its call to ``calls`` instead of running it.
 
-    torchtitan's container of optimizers counts as an optimizer of its own, whose ``step()`` torch surrounds with hooks
-    of the process. What is called later is without those: the optimizers in the container have them.
+    torchtitan's container of optimizers is itself a torch optimizer, so torch wraps its ``step()`` in the global
+    optimizer hooks. The deferred call runs without those hooks, because the optimizers in the container run them.
     """
     kind: Any = type(thing)
 
@@ -406,7 +409,7 @@ def _postpone(thing: Any, calls: list[Callable[[], object]]) -> None:
 
 
 def _listen(metrics: Any, hear: Callable[[list[Any]], object]) -> None:
-    """Has ``hear`` told of each line that is to be logged; ``metrics.tell()`` logs it."""
+    """Makes ``metrics`` pass each line of the log to ``hear`` instead of writing it; ``metrics.tell()`` writes it."""
     kind: Any = type(metrics)
 
     class DeferringMetrics(kind):
@@ -424,10 +427,10 @@ def _listen(metrics: Any, hear: Callable[[list[Any]], object]) -> None:
 
 
 def _refuse(kind: type, config: Any) -> None:
-    """Refuses what cannot be protected.
+    """Checks the trainer class and config for features that keepstep cannot protect.
 
     Raises:
-        ConfigurationError: says what, and why.
+        ConfigurationError: there is such a feature; the message names it and the reason.
     """
     checkpoint, captures = config.checkpoint, torch.cuda.is_available() and not config.training.disable_cuda_graphs
     own_buffers = (

@@ -1,8 +1,8 @@
-"""vLLM takes versions from keepstep: a backend of its weight transfer, for an unmodified vLLM.
+"""A weight transfer backend for an unmodified vLLM.
 
-``WeightTransferConfig(backend="keepstep")`` selects it; vLLM finds it by the entry point ``vllm.general_plugins``. Each
-worker has a subscriber, which receives versions into host memory while the engine generates. vLLM's four phases only
-agree on one of them and load it::
+``WeightTransferConfig(backend="keepstep")`` selects it; vLLM finds it through the entry point
+``vllm.general_plugins``. Each worker has a subscriber, which receives versions into host memory while the engine
+generates. vLLM's four phases only select one of these versions and load it::
 
     trainer                                              each worker of the engine
     init    init_weight_transfer_engine(tensors)  ─────► attaches to the publisher
@@ -12,8 +12,8 @@ agree on one of them and load it::
             update_weights(version, use=True)     ─────► all workers have it: notes that
     finish  finish_weight_update()                ─────► loads it into the model, if that was noted
 
-Until `finish` nothing writes to the model, so a session that fails in any phase before leaves the engine at its version
-and ready for the next session.
+No phase before `finish` writes to the model. If a session fails in such a phase, the engine keeps its version and is
+ready for the next session.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from keepstep.weights.subscriber import DEFAULT_DEADLINE_S, Subscriber
 
 BACKEND = "keepstep"
 _ENGINES = itertools.count(1)
-"""One process may have several workers, and a subscriber takes the place of another one of its name."""
+"""Numbers the engines in a process, to give each subscriber its own name: a new one of the same name replaces it."""
 
 
 def register() -> None:
-    """Makes the backend known to vLLM in this process. vLLM calls it; a trainer gets it by importing this module."""
-    with contextlib.suppress(ValueError):  # it is known already: vLLM may load its plugins several times
+    """Registers the backend in this process. vLLM calls it; in a trainer, importing this module registers it."""
+    with contextlib.suppress(ValueError):  # already registered: vLLM may load its plugins several times
         WeightTransferEngineFactory.register_engine(BACKEND, KeepstepWeightTransferEngine)
         WeightTransferTrainerFactory.register_engine(BACKEND, KeepstepTrainerEngine)
 
 
 @contextlib.contextmanager
 def drained(url: str, timeout_s: float = 300.0) -> Iterator[None]:
-    """A vLLM server that computes no request inside the block: those under way are finished, new ones are refused.
+    """Drains a vLLM server for the duration of the block: it completes running requests and refuses new ones.
 
     Args:
-        url: of a server with vLLM's routes for reinforcement learning, such as ``http://127.0.0.1:8000``.
-        timeout_s: for the requests under way.
+        url: base URL of a server with vLLM's routes for reinforcement learning, such as ``http://127.0.0.1:8000``.
+        timeout_s: timeout for the server to complete the running requests, in seconds.
 
     Raises:
         OSError: the server did not answer in time.
@@ -84,12 +84,12 @@ def drained(url: str, timeout_s: float = 300.0) -> Iterator[None]:
 
 @dataclass
 class KeepstepInitInfo(WeightTransferInitInfo):
-    """How a worker finds the publisher.
+    """The arguments of ``init_transfer_engine``: how a worker connects to the publisher.
 
     Attributes:
         folder, device: see `keepstep.Subscriber`.
-        tensors: name, dtype (``bfloat16``) and shape of each whole tensor that is published.
-        deadline_s: how long a version may show nothing.
+        tensors: name, dtype (such as ``bfloat16``) and whole shape of each published tensor.
+        deadline_s: time without progress after which a version fails, in seconds.
     """
 
     folder: str
@@ -100,11 +100,11 @@ class KeepstepInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class KeepstepUpdateInfo(WeightTransferUpdateInfo):
-    """What a worker is asked for.
+    """The arguments of ``update_weights``.
 
     Attributes:
-        version: has to be there, whole.
-        use: every worker has it: the end of this session loads it.
+        version: the version that the worker must have received completely.
+        use: True if every worker has the version: ``finish_weight_update`` then loads it.
     """
 
     version: int
@@ -112,7 +112,7 @@ class KeepstepUpdateInfo(WeightTransferUpdateInfo):
 
 
 class KeepstepWeightTransferEngine(WeightTransferEngine[KeepstepInitInfo, KeepstepUpdateInfo]):
-    """A worker's side. It holds one copy of the whole weights in host memory."""
+    """The side of a vLLM worker. It holds one copy of all published weights in host memory."""
 
     init_info_cls = KeepstepInitInfo
     update_info_cls = KeepstepUpdateInfo
@@ -127,10 +127,10 @@ class KeepstepWeightTransferEngine(WeightTransferEngine[KeepstepInitInfo, Keepst
         self._agreed: int | None = None
 
     def init_transfer_engine(self, init_info: KeepstepInitInfo) -> None:
-        """Attaches to the publisher, in the place of one to which it was attached before.
+        """Attaches to a publisher. It first disconnects from the former one, if there is one.
 
         Raises:
-            ConfigurationError: a dtype that torch does not have.
+            ConfigurationError: torch does not have one of the dtypes.
         """
         self.shutdown()
         for name, dtype, _shape in init_info.tensors:
@@ -149,19 +149,19 @@ class KeepstepWeightTransferEngine(WeightTransferEngine[KeepstepInitInfo, Keepst
         self._subscriber.start()
 
     def start_weight_update(self) -> None:
-        """A session begins. Nothing happens to the model."""
+        """Begins a session. The model does not change."""
         self._agreed = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As in vLLM, but without waiting for the device: nothing is copied to it yet."""
+        """As in vLLM, but without synchronizing the device: nothing is copied to it yet."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: KeepstepUpdateInfo) -> None:
-        """Waits until the version is there.
+        """Waits until the subscriber has received the version.
 
         Raises:
-            UsageError: before `init_transfer_engine`.
-            KeepstepError: it did not come, and why. The model is as it was.
+            UsageError: `init_transfer_engine` was not called.
+            KeepstepError: the version did not arrive; with the reason. The model has not changed.
         """
         if self._subscriber is None:
             raise UsageError("update_weights before init_weight_transfer_engine: no publisher is known")
@@ -172,12 +172,12 @@ class KeepstepWeightTransferEngine(WeightTransferEngine[KeepstepInitInfo, Keepst
             raise self._subscriber.last_error or error from None
 
     def finish_weight_update(self) -> None:
-        """Loads the version that all workers have. Of a session that came to none, nothing.
+        """Loads the version that all workers have. Does nothing if the session selected no version.
 
         Raises:
-            KeepstepError: the publisher has begun to write another version over it. The model is as it was.
-            Exception: what the model's ``load_weights`` raises. The model may hold parts of the version, until a whole
-                one has been loaded.
+            KeepstepError: the publisher has begun to overwrite this version with another. The model has not changed.
+            Exception: any exception that the model's ``load_weights`` raises. The model may then hold parts of the
+                version until a later load succeeds.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -194,7 +194,7 @@ class KeepstepWeightTransferEngine(WeightTransferEngine[KeepstepInitInfo, Keepst
                 torch.accelerator.synchronize()  # before the copy may be overwritten
 
     def shutdown(self) -> None:
-        """Leaves the publisher. The model stays as it is."""
+        """Disconnects from the publisher. The model does not change."""
         if self._subscriber is not None:
             self._subscriber.close()
             self._subscriber = None
@@ -205,13 +205,13 @@ class KeepstepWeightTransferEngine(WeightTransferEngine[KeepstepInitInfo, Keepst
 
 @dataclass
 class KeepstepTrainerInfo(TrainerInitInfo):
-    """A trainer rank's part.
+    """The arguments of a trainer rank.
 
     Attributes:
-        publisher: of this rank, which all ranks have; it stays the caller's.
-        folder: that of the publisher, as the engine's machine sees it.
-        draining: around the moment in which the engine changes its weights: `drained`, with the server's address.
-            Without it, vLLM goes on with requests under way, which then see two versions.
+        publisher: the publisher of this rank; every rank has one. The caller owns it.
+        folder: path of the publishers' folder on the engine's machine.
+        draining: context manager around the change of weights, such as `drained` with the server's URL. Without it,
+            vLLM continues running requests during the change, and their answers mix two versions.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -221,7 +221,7 @@ class KeepstepTrainerInfo(TrainerInitInfo):
 
 
 class KeepstepTrainerEngine(TrainerWeightTransferEngine[KeepstepTrainerInfo]):
-    """A trainer rank's side: rank 0 goes through the phases, and all ranks publish."""
+    """The side of a trainer rank. All ranks publish; rank 0 also runs the engine's phases."""
 
     init_info_cls = KeepstepTrainerInfo
 
@@ -230,21 +230,21 @@ class KeepstepTrainerEngine(TrainerWeightTransferEngine[KeepstepTrainerInfo]):
         super().__init__(client=client, is_sender=info.is_sender, rank=info.rank)
         self._info = info
         self.version = 0
-        """The last that was sent, or tried."""
+        """The last version that `send_weights` sent or tried to send."""
 
     @classmethod
     def trainer_init(
         cls, init_info: KeepstepTrainerInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> Self:
-        """Has the engine attach to the publishers.
+        """Makes the engine attach to the publishers, and returns this rank's side.
 
         Args:
-            init_info: this rank's part.
-            client: the engine's.
-            source: whose metadata say which tensors the engine loads, under the names that its model knows.
+            init_info: the arguments of this rank.
+            client: the client of the engine.
+            source: a weight source whose metadata list the tensors that the engine loads, under its model's names.
 
         Raises:
-            ConfigurationError: no source was given.
+            ConfigurationError: ``source`` is None.
         """
         if source is None:
             raise ConfigurationError("keepstep needs a source: its metadata are the tensors that vLLM loads")
@@ -255,14 +255,16 @@ class KeepstepTrainerEngine(TrainerWeightTransferEngine[KeepstepTrainerInfo]):
         return engine
 
     def send_weights(self, version: int | None = None) -> None:
-        """Publishes a version, on all ranks, and on rank 0 has the engine change to it.
+        """Publishes a version. Every rank must call it; rank 0 also makes the engine switch to the version.
 
         Args:
-            version: its number; by default one more than the last.
+            version: number of the version; by default the last one plus 1.
 
         Raises:
-            KeepstepError: it was not published. The engine has kept its version, and the next call works.
-            Exception: what the client raises where a worker does not have the version; the same holds.
+            KeepstepError: the version was not published, or a consumer did not get it. The engine has kept its
+                version; the next call can succeed.
+            Exception: any exception of the client, such as when a worker does not have the version. The same holds,
+                unless a worker's ``load_weights`` raised: its model may hold parts of the version.
         """
         self.version = self.version + 1 if version is None else version
         if not self.is_sender:
@@ -277,8 +279,8 @@ class KeepstepTrainerEngine(TrainerWeightTransferEngine[KeepstepTrainerInfo]):
             with self._info.draining():
                 self.client.update_weights({"version": self.version, "use": True})
                 self.client.finish_weight_update(str(self.version))
-        except BaseException:  # also where the caller is interrupted: no session stays open
-            with contextlib.suppress(Exception):  # the client's; workers whose session has ended refuse
+        except BaseException:  # also on KeyboardInterrupt: no session must stay open
+            with contextlib.suppress(Exception):  # from the client: workers whose session has ended refuse the call
                 self.client.finish_weight_update()
             raise
 

@@ -27,7 +27,7 @@ def give_back(
     Args:
         subscriber: this engine's, with the version.
         folder: where trainers find the engine; not the folder from which it receives weights.
-        rank, world_size: of this engine among those that give back together.
+        rank, world_size: rank of this engine, and number of engines that give back together.
         num_trainers: number of processes that call `take_back`.
         timeout_s: how long it waits for them to connect, and then for progress of each.
 
@@ -38,7 +38,7 @@ def give_back(
         WeightsNotReady: the subscriber has no complete version.
         DtypeMismatch: a tensor was cast or quantized when it was received, so its original bits are lost.
         PeerLost: the trainers did not connect in time, or another rank is gone.
-        KeepstepError: a trainer did not get it; with the reason.
+        KeepstepError: a trainer did not get the version; with the reason.
     """
     with subscriber.using() as version:
         held = subscriber.as_published()
@@ -64,9 +64,9 @@ def take_back(
         timeout_s: how long to wait for the engines.
 
     Raises:
-        BaseMismatch: they hold another version.
-        StateMismatch: they lack a part of the weights, or hold it in another form; the message names the tensor.
-        PublisherLost: they did not connect, or are gone.
+        BaseMismatch: the engines hold another version.
+        StateMismatch: the engines lack a part of the weights, or hold it in another form; the message names the tensor.
+        PublisherLost: the engines did not connect in time, or are gone.
     """
     # Rank 0 of the engines waits for all trainers.
     with Subscriber(folder, into=into, device=0, deadline_s=timeout_s) as subscriber:

@@ -14,20 +14,20 @@ from keepstep.weights.channels.listener import RETRY_S
 from keepstep.weights.subscriber import DEFAULT_DEADLINE_S, Subscriber
 
 POLL_S = 0.2
-"""How soon `close` is seen while nothing is published."""
+"""How long the thread waits for a version before it checks for `close`."""
 
 
 class VersionInbox:
-    """Receives all that is published, in a thread, while earlier versions are being handed on.
+    """Receives published versions in a thread, while the caller processes an earlier one.
 
-    It keeps one whole version, and takes memory for another one while that arrives. A newer one overtakes those that
-    were not taken out.
+    It keeps one complete version, and needs memory for a second one while that arrives. A newer version replaces one
+    that the caller has not taken.
     """
 
     def __init__(
         self, folder: str | Path, *, device: int = 0, name: str | None = None, deadline_s: float = DEFAULT_DEADLINE_S
     ) -> None:
-        """Args: see `keepstep.Subscriber`. It attends to the publisher from here until `close`."""
+        """Starts a thread that receives versions until `close`. Arguments as for `keepstep.Subscriber`."""
         self._coming: dict[str, torch.Tensor] = {}
         self._whole: tuple[int, dict[str, torch.Tensor]] | None = None
         self._changed = threading.Condition()
@@ -42,10 +42,13 @@ class VersionInbox:
         return self._subscriber.last_error
 
     def take(self, timeout_s: float) -> tuple[int, dict[str, torch.Tensor]]:
-        """Waits for a version, and takes it out: its number, and whole tensors by name, which are the caller's now.
+        """Waits for a version and removes it from the inbox.
+
+        Returns:
+            its number, and its whole tensors by name, in host memory. The caller owns them.
 
         Raises:
-            KeepstepError: none came in time, and why if that is known.
+            KeepstepError: no version arrived in time; with the reason, if known.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._whole is not None, timeout_s):
@@ -55,7 +58,7 @@ class VersionInbox:
             return whole
 
     def close(self) -> None:
-        """Leaves the publisher."""
+        """Disconnects from the publisher and ends the thread."""
         self._is_over.set()
         self._thread.join()
         self._subscriber.close()

@@ -31,8 +31,8 @@ class Buffers:
 
     Attributes:
         bucket_bytes: size of a bucket; a publisher's buffer holds four.
-        device: where they are, the same kind of device on all ranks: host memory, or the GPU (``cuda:0``) whose
-            consumers are served.
+        device: device of the buffers: "cpu" for host memory, or the GPU (``cuda:0``) of the consumers. The device type
+            must be the same on all ranks.
     """
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -48,8 +48,8 @@ class Published:
     Attributes:
         version: the version, committed on every device.
         failures: errors that name the consumers on this device that did not get it; all others use it now.
-        spans: when this device's stages were busy.
-        reloads: when a consumer here was busy with the first buckets, on its machine's clock.
+        spans: the times at which this device's stages were busy.
+        reloads: the times at which one consumer on this device loaded the first buckets, on its machine's clock.
         sent_bytes: bytes of this device's weights that were sent to at least one device.
         unchanged_bytes: bytes of this device's weights that were not sent, because all their consumers already have
             them.
@@ -83,14 +83,15 @@ class Publisher:
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
         """Args:
-        folder: where all devices and consumers of this node find each other; created if missing, for this user alone.
-            Use a short path, because it contains sockets.
-        weights: what this device holds, only read; a name map maps them to the published tensors.
-        rank, world_size: of this device among all that publish.
-        generation: of the membership; a device or consumer that knows a higher one refuses this publisher.
+        folder: the folder through which all devices and consumers on this node connect. It is created with access for
+            this user only, if missing. Use a short path, because it contains sockets.
+        weights: the weights that this device holds. The publisher only reads them. A name map maps them to the
+            published tensors.
+        rank, world_size: rank of this device, and number of devices that publish.
+        generation: generation of the membership. A device or consumer with a higher generation refuses this publisher.
         copies: publish copies in host memory, so that the weights may change meanwhile, and consumers that attach late
             get the last version. The copies take as much memory as this device's weights.
-        buffers: their size and place.
+        buffers: size and device of the buffers.
         deadline_s: time without progress after which a device or consumer counts as lost.
 
         Raises:
@@ -98,7 +99,7 @@ class Publisher:
         """
         device = torch.device(buffers.device)
         settings = Settings(Path(folder), rank, world_size, buffers.bucket_bytes, deadline_s, device)
-        settings.limits  # noqa: B018  # checks the size of a bucket
+        settings.limits  # noqa: B018  # raises ConfigurationError for an invalid bucket size
         self._weights, self._has_copies = weights, copies
         self._blocks = published_blocks(weights)
         self._fingerprint = fingerprint(plain(weights)[0])
@@ -127,7 +128,7 @@ class Publisher:
 
     @property
     def generation(self) -> int:
-        """Of the membership. May be set between two publications."""
+        """Generation of the membership. It may be set between two publications."""
         return self._device.generation
 
     @generation.setter
@@ -136,7 +137,7 @@ class Publisher:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of all its buffers together."""
+        """Total size of the publisher's buffers in bytes."""
         return self._device.buffer_bytes + self._late_subscribers.buffer_bytes
 
     @property
@@ -167,7 +168,7 @@ class Publisher:
         Without copies the weights must not change meanwhile. A consumer that fails is left out and named in the result.
 
         Args:
-            version: its number, the same on all devices.
+            version: number of the version, the same on all devices.
 
         Raises:
             UsageError: this publisher is publishing another version, or the version number is invalid.
@@ -225,7 +226,7 @@ class Publisher:
         self.close()
 
     def _begin(self, version: int) -> None:
-        """Takes the publisher for one publication, and the copies."""
+        """Marks the publisher as publishing, and copies the weights if it has copies."""
         if not 0 <= version <= MAX_VERSION:
             raise UsageError(f"version {version}: allowed are 0 to {MAX_VERSION}")
         with self._changed:
@@ -240,17 +241,17 @@ class Publisher:
                     copy.held.tensor.copy_(block.held.tensor)
             elif gpus := {block.held.tensor.device for block in self._blocks if block.held.tensor.is_cuda}:
                 for gpu in gpus:
-                    torch.cuda.current_stream(gpu).synchronize()  # what the caller still has under way there
-        except BaseException:  # another version may be published
+                    torch.cuda.current_stream(gpu).synchronize()  # waits for the caller's pending kernels
+        except BaseException:  # frees the publisher for another version
             self._end()
             raise
 
     def _copies_of(self, blocks: list[NamedBlock]) -> list[NamedBlock]:
-        """What is published: copies, or the weights themselves."""
+        """The blocks to publish: the copies, or the weights themselves."""
         return copies_of(blocks, self._settings.buffers_on.type == "cuda") if self._has_copies else blocks
 
     def _look_again(self) -> None:
-        """Registers the weights again where a tensor was replaced, or has moved in memory."""
+        """Registers the weights again if a tensor was replaced or has moved in memory."""
         now = fingerprint(plain(self._weights)[0])
         if now == self._fingerprint:
             return
@@ -259,7 +260,7 @@ class Publisher:
         self._copies = self._copies_of(self._blocks)
 
     def _carry_out(self, version: int) -> Published:
-        """One update; gives the publisher back."""
+        """Runs one update. Then the publisher can publish another version."""
         try:
             update = WeightUpdate(self._device, version, self._copies, self._stop)
             self._plan = update.run(self._plan)
@@ -274,7 +275,7 @@ class Publisher:
             self._end()
 
     def _end(self) -> None:
-        """Gives the publisher back. An interruption was meant for what is over now."""
+        """Marks the publisher as free, and clears a pending `interrupt`, which was for this publication."""
         self._late_subscribers.settle()
         with self._changed:
             self._is_publishing = False

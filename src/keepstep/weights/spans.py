@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 MAX_REPORTED = 16
-"""Spans of each stage that are told of for a picture, which has room for a few buckets."""
+"""Number of spans per stage in a report: a diagram shows only a few buckets."""
 MAX_PICTURED = 16
-"""Ranks below this tell of their spans: a picture has room for so many devices."""
+"""Ranks below this number report their spans: a diagram shows only this many devices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Spans:
 
     @contextmanager
     def of(self, stage: str, bucket: int) -> Iterator[None]:
-        """Notes what runs inside as ``stage`` at work on ``bucket``."""
+        """Records the duration of the block as a span of ``stage`` on ``bucket``."""
         begun_ns = time.monotonic_ns()
         yield
         self.spans.append(Span(stage, bucket, begun_ns, time.monotonic_ns()))
 
     def first(self, stage: str, num: int) -> list[Span]:
-        """The first so many spans of a stage."""
+        """The first ``num`` spans of a stage."""
         return list(itertools.islice((span for span in self.spans if span.stage == stage), num))

@@ -44,11 +44,11 @@ from keepstep.weights.spans import MAX_REPORTED, Spans
 
 DEFAULT_DEADLINE_S = 30.0
 CONSUMER_PATIENCE_S = 0.95
-"""Beyond its deadline, for its device: the device and the coordinator, who see more, find the culprit before that."""
+"""Added to the deadline for the device, so that device and coordinator, which see more, name the culprit first."""
 
 
 class _Update:
-    """An update as this consumer sees it."""
+    """The current update from this consumer's point of view."""
 
     def __init__(self, began: msg.UpdateBegan, buckets: dict[int, Bucket]) -> None:
         self.number, self.version = began.update, began.version
@@ -80,7 +80,7 @@ class Subscriber:
         folder: the publishers' folder.
         into: the destination: a module, or tensors (or blocks of them) by name. The objects stay the same. A name map
             computes them from the published ones.
-        load: a function that gets each name and complete tensor instead; it must not keep the tensor.
+        load: a function that gets the name and the complete tensor, instead of ``into``. It must not keep the tensor.
         atomic: with ``into``: assemble a new version in a second set of tensors, and swap the sets when it is complete.
             Otherwise overwrite the current version, which cannot be used meanwhile.
         device: rank of the publisher to attach to; None: the lowest one on this node.
@@ -105,11 +105,11 @@ class Subscriber:
             self._target = FunctionTarget(load)
         self.name = name or f"process {os.getpid()}"
         self.spans = Spans()
-        """When the reload was busy in the latest update."""
+        """The times at which this consumer loaded buckets in the latest update."""
         self.last_error: KeepstepError | None = None
-        """Why the latest update did not come; None since a version has come."""
+        """The error of the latest update; None after a version was committed."""
         self.only_version: int | None = None
-        """The one version that is taken; None: any."""
+        """The only version that this consumer accepts; None accepts any."""
         self._folder = Path(folder)
         path = listener_path(self._folder, device or 0)
         self._path = None if device is None else path
@@ -122,7 +122,7 @@ class Subscriber:
         self._generation = 0
         self._connection: Connection | None = None
         self._slots = SharedSlots()
-        """Of its device, and in host memory of the other ones."""
+        """Slots of its device's buffer; with buffers in host memory, also of the other devices' buffers."""
         self._update: _Update | None = None
         self._layout: Layout | None = None
         self._buckets: dict[int, Bucket] = {}
@@ -133,7 +133,7 @@ class Subscriber:
 
     @property
     def version(self) -> int | None:
-        """The last whole version."""
+        """The last complete version; None before the first."""
         return self._state.version
 
     @property
@@ -143,7 +143,7 @@ class Subscriber:
 
     @property
     def is_attached(self) -> bool:
-        """Whether a publisher exists."""
+        """Whether this consumer is connected to a publisher."""
         return self._connection is not None
 
     @contextlib.contextmanager
@@ -209,13 +209,13 @@ class Subscriber:
         """Waits until the publisher exists and has accepted this consumer; `receive` and `start` do so, too.
 
         Raises:
-            PeerLost: there was no publisher in time.
-            RemoteProtocolError: it refuses this consumer.
+            PeerLost: no publisher was available in time.
+            RemoteProtocolError: the publisher refused this consumer.
         """
         self._attached_connection(time.monotonic() + timeout_s)
 
     def start(self) -> None:
-        """Receives versions in a thread, until `close`."""
+        """Starts a thread that receives versions until `close`."""
         self._thread = threading.Thread(target=self._attend, name="keepstep-subscriber", daemon=True)
         self._thread.start()
 
@@ -275,7 +275,7 @@ class Subscriber:
             self._changed.notify_all()
 
     def _attached_connection(self, until_s: float) -> Connection:
-        """The connection to the device; opened if there is none."""
+        """Returns the connection to the device. Opens one if there is none."""
         if self._connection is None:
             introduction = msg.SubscriberCalled(
                 self.name, self._target.wants, self._generation, self.version, self._delta, None
@@ -290,7 +290,7 @@ class Subscriber:
         return self._connection
 
     def _next(self, connection: Connection, until_s: float) -> AnyTransferMessage | None:
-        """The next message; in the middle of an update it has to come soon."""
+        """Waits for the next message. During an update a shorter deadline applies."""
         if self._update is not None:
             until_s = time.monotonic() + self._deadline_s + CONSUMER_PATIENCE_S
         if not wait([connection], until_s, self._stop):
@@ -308,7 +308,7 @@ class Subscriber:
             raise
 
     def _tell(self, connection: Connection, message: AnyTransferMessage) -> None:
-        """Tells the publisher. If it is gone, what comes next on the connection is its last words, and the end."""
+        """Sends a message. If the publisher is gone, the next receive returns its last message or raises."""
         try:
             connection.send(message, time.monotonic() + self._deadline_s)
         except ConnectionEnded:
@@ -318,7 +318,7 @@ class Subscriber:
             raise PublisherLost(str(error)) from None
 
     def _leave(self, reason: str = "this subscriber was closed") -> None:
-        """Ends the connection. What was on its way does not come."""
+        """Closes the connection. A running update is dropped."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -329,11 +329,11 @@ class Subscriber:
     # ---- an update --------------------------------------------------------------------------------------------------
 
     def _hear(self, connection: Connection, message: AnyTransferMessage) -> int | None:
-        """Takes a message in; the version, if it was committed by it."""
+        """Handles a message. Returns the version if the message committed one."""
         update = self._update
         match message:
             case msg.BufferShared(first_slot=first_slot, place=place):
-                self._layout = None  # what was prepared for its slots is of no use
+                self._layout = None  # the copies prepared for the former slots are invalid
                 self._slots.add(first_slot, attach_buffer(place, connection))
             case msg.UpdateBegan():
                 self._begin(connection, message)
@@ -384,7 +384,7 @@ class Subscriber:
         self._finish_if_whole(connection, update)
 
     def _is_free(self) -> bool:
-        """Waits until the weights are not in use; new users wait meanwhile. Called with ``_changed`` held."""
+        """Waits until the weights are not in use. New users wait meanwhile. Call it with ``_changed`` held."""
         self._is_switching = True
         is_free = self._changed.wait_for(lambda: not self._num_users, self._deadline_s)
         self._is_switching = False
@@ -410,7 +410,7 @@ class Subscriber:
         self._finish_if_whole(connection, update)
 
     def _keep(self, connection: Connection, update: _Update, unchanged: msg.BucketUnchanged) -> None:
-        """A bucket does not come, since it is what this consumer has; which is looked at."""
+        """Handles an unchanged bucket, which is not sent. Checks that this consumer has its content."""
         bucket = update.missing.pop(unchanged.bucket, None)
         if bucket is None:
             self._leave("the protocol was broken")
@@ -437,7 +437,7 @@ class Subscriber:
 
     @contextlib.contextmanager
     def _guarded(self, connection: Connection, update: _Update) -> Iterator[None]:
-        """The user's code runs inside."""
+        """A context for the user's ``load``. It refuses the update if ``load`` raises."""
         try:
             yield
         except Exception as error:  # the user's code may raise anything; the publisher is told, and so is our caller
@@ -445,7 +445,7 @@ class Subscriber:
             raise LoadError(f"load() raised {error!r} in version {update.version}") from error
 
     def _refuse(self, connection: Connection, update: _Update, reason: str) -> None:
-        """Takes no more of this update, and stays attached."""
+        """Refuses the rest of this update. The consumer stays attached."""
         update.has_failed = True
         self._tell(connection, msg.LoadFailed(update.number, reason))
         self._fail(reason)
@@ -460,7 +460,7 @@ class Subscriber:
             self._state.commit(update.version)
             self.last_error = None
             self._changed.notify_all()
-        with contextlib.suppress(PublisherLost):  # the version is here, even if the publisher is gone
+        with contextlib.suppress(PublisherLost):  # the version is complete, even if the publisher is gone
             self._tell(connection, msg.VersionTaken(update.number))
 
     def _fail(self, reason: str) -> None:

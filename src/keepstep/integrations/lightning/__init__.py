@@ -1,15 +1,14 @@
-"""PyTorch Lightning and Fabric: strategies with which a training goes on where a rank is lost.
+"""PyTorch Lightning and Fabric: strategies that continue training after a rank is lost.
 
 ::
 
     trainer = Trainer(strategy=KeepstepStrategy(), max_epochs=3)
     trainer.fit(model, loader)
 
-Where a configuration file or ``LightningCLI`` names the strategy, ``strategy="keepstep"`` is the same, from the import
-of this package on.
+Importing this package registers the strategy as ``strategy="keepstep"``, for configuration files and ``LightningCLI``.
 
-The batches, hooks, validation and checkpoints are Lightning's own. `keepstep.integrations.lightning.training` says how
-its loops are left where a step is interrupted, and entered again.
+Batches, hooks, validation and checkpoints are Lightning's own. `keepstep.integrations.lightning.training` describes how
+keepstep leaves Lightning's loops when a step is interrupted, and how it enters them again.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

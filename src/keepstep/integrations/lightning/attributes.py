@@ -1,9 +1,11 @@
 """Attributes in which a user's module and callbacks keep values between hooks, such as a list of validation outputs.
 
-They are no part of any ``state_dict()``. Where a unit comes again they are what they were at its beginning, so that a
-list has each value once. Numbers and strings that training has changed go to the other ranks with the rest of what a
-rank has for itself, and come back on its replacement. Lists, dicts and the like may grow to any size, and do not: on a
-replacement they are what the script made them.
+No ``state_dict()`` contains them. When keepstep repeats a unit it restores their values from the unit's beginning, so
+that a list gets each value once.
+
+Numbers and strings that training has changed are part of the rank's rank-local values, so a replacement gets them.
+Containers such as lists and dicts can grow to any size, so keepstep does not send them: on a replacement they have
+the content that the script gave them.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ _NOT_THE_USERS = frozenset(vars(LightningModule()))
 
 
 class OwnAttributes:
-    """Those of a training's module, and of its `bare_callbacks`."""
+    """The attributes of a trainer's module and of its `bare_callbacks`."""
 
     def __init__(self, trainer: Trainer) -> None:
         """Args:
-        trainer: whose; it stands before its first step.
+        trainer: the trainer, before its first step.
         """
         self._owners: list[object] = [trainer.lightning_module, *bare_callbacks(trainer)]
         self._first = [_of(owner, _NUMBERS) for owner in self._owners]
@@ -36,25 +38,25 @@ class OwnAttributes:
         self.take()
 
     def changed(self) -> list[dict[str, Any]]:
-        """The numbers and strings that are not as they were before the training, by their names, for each owner."""
+        """For each owner, the numbers and strings that differ from those before the training, by name."""
         return [
             {name: value for name, value in _of(owner, _NUMBERS).items() if name not in first or first[name] != value}
             for owner, first in zip(self._owners, self._first, strict=True)
         ]
 
     def put_changed(self, values: Sequence[dict[str, Any]]) -> None:
-        """Sets what `changed` has given in another process."""
+        """Sets the values that `changed` returned in another process."""
         for owner, named in zip(self._owners, values, strict=True):
             vars(owner).update(named)
 
     def take(self) -> None:
-        """Remembers all of them."""
+        """Saves all values."""
         self._numbers = [_of(owner, _NUMBERS) for owner in self._owners]
         self._containers = [_of(owner, _CONTAINERS) for owner in self._owners]
         self._contents = [{name: copy.copy(each) for name, each in named.items()} for named in self._containers]
 
     def put_back(self) -> None:
-        """Makes them what they were at `take`: containers in place, with the objects that were in them."""
+        """Restores the values of `take`. Containers are restored in place, with the same objects in them."""
         for owner, numbers, containers, contents in zip(
             self._owners, self._numbers, self._containers, self._contents, strict=True
         ):
@@ -73,7 +75,7 @@ def _of(owner: object, kinds: frozenset[type]) -> dict[str, Any]:
 
 
 def bare_callbacks(trainer: Trainer) -> list[Callback]:
-    """Callbacks that are not Lightning's and do not say by ``state_dict()`` what they keep."""
+    """The user's callbacks that have no ``state_dict()`` of their own."""
     return [each for each in trainer.callbacks if _is_bare(each)]
 
 

@@ -1,4 +1,4 @@
-"""The batches of Lightning's training loaders, found again by their epoch and number."""
+"""Random access to the batches of Lightning's training loaders, by epoch and number."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from keepstep.worker.loop.reading import Reading
 
 
 class NumberedLoader:
-    """Stands for a training loader of the user's. All that one has can be looked up here, too.
+    """Wraps a training loader of the user's, and forwards attribute access to it.
 
     Attributes:
-        reading: gives its batches.
+        reading: reads the loader's batches.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int, rank: Callable[[], int]) -> None:
         """Args:
-            loader: with the sampler that Lightning has given it.
-            seed: of what it draws.
-            rank: whose samples this process reads.
+            loader: the loader, with the sampler that Lightning has set.
+            seed: seed of the loader's random numbers.
+            rank: returns the rank whose samples this process reads.
 
         Raises:
-            ConfigurationError: its order cannot be found again.
+            ConfigurationError: the order of the loader's batches is not reproducible.
         """
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
@@ -43,7 +43,7 @@ class NumberedLoader:
         return self.reading.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        """Those of the first epoch. The training itself asks for them by number."""
+        """Iterates over the batches of the first epoch. The training itself reads batches by number."""
         return (self.reading.read(0, number) for number in range(len(self)))
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +57,7 @@ class TrainingBatches:
         self._combined = combined
 
     def read(self, epoch: int, number: int) -> Any:
-        """One batch, or what several loaders give together.
+        """Returns one batch, or the combined batches of several loaders.
 
         Args:
             epoch: from 0.

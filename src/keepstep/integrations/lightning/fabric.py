@@ -41,7 +41,7 @@ TESTED = ((2, 6), (2, 7))
 EXCLUDED = ("2.6.2", "2.6.3")
 """Their wheels carried malware (CVE-2026-44484)."""
 _ASKS, _SETS_UP_A_LOADER = Fabric.global_rank.fget.__code__, Fabric._setup_dataloader.__code__
-"""Fabric asks for the rank there, for a seed of a loader's workers."""
+"""The place where Fabric reads the rank to seed loader workers."""
 _REFUSED = {
     "start_method": "keepstep run starts the processes",
     "cluster_environment": "keepstep knows the ranks",
@@ -55,7 +55,7 @@ _REFUSED = {
 
 
 class KeepstepEnvironment(ClusterEnvironment):
-    """The ranks of a job of keepstep's. On a spare it waits for a rank where it is asked for one."""
+    """The ``ClusterEnvironment`` of a keepstep job. On a spare, reading the rank waits until the spare has one."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class KeepstepEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """They are there already."""
+        """True: ``keepstep run`` has started the processes."""
         return True
 
     @property
@@ -78,22 +78,22 @@ class KeepstepEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """It is only used where it is named."""
+        """Whether Lightning selects this environment automatically: never."""
         return False
 
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks in the job."""
         return self._session.world_size
 
     def set_world_size(self, size: int) -> None:
-        """The job says how many ranks it has."""
+        """Does nothing: keepstep sets the world size."""
 
     def global_rank(self) -> int:
         """This process's."""
         return self._session.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """The job says which rank this is."""
+        """Does nothing: keepstep sets the rank."""
 
     def local_rank(self) -> int:
         """Number of this rank among those of its node."""
@@ -106,9 +106,9 @@ class KeepstepEnvironment(ClusterEnvironment):
 
 
 class KeepstepFabricStrategy(DDPStrategy):
-    """``lightning.fabric.strategies.DDPStrategy``, which calls `keepstep.init` first where the script has not.
+    """A ``lightning.fabric.strategies.DDPStrategy``. It calls `keepstep.init` if the script has not done so.
 
-    A spare waits for its rank where that is used.
+    A spare waits for a rank when it first reads the rank.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -126,18 +126,18 @@ class KeepstepFabricStrategy(DDPStrategy):
         self._has_begun = False
 
     def epochs(self, loader: DataLoader[Any], num_epochs: int, *, accumulate: int = 1, **others: Any) -> Epochs:
-        """Protects the modules and optimizers that were set up, and hands out the epochs of a loader.
+        """Protects the modules and optimizers that Fabric has set up, and yields the epochs of a loader.
 
         See `Session.epochs`.
 
         Args:
-            loader: one that ``fabric.setup_dataloaders()`` gave.
-            num_epochs: the length of the training, not of this run.
-            accumulate: batches of a step.
+            loader: a loader that ``fabric.setup_dataloaders()`` returned.
+            num_epochs: number of epochs of the whole training, not of this run.
+            accumulate: batches per step.
             others: further objects and arguments for `Session.protect`, such as ``scheduler=scheduler``.
 
         Raises:
-            UsageError: called twice, or the script has protected something by itself.
+            UsageError: this method was called before, or the script called `Session.protect` itself.
         """
         if self._has_begun:
             raise UsageError("strategy.epochs() is called a second time: one loop has all epochs")
@@ -149,30 +149,30 @@ class KeepstepFabricStrategy(DDPStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """This process's own."""
+        """The device of this process."""
         return self._session.device
 
     @property
     def global_rank(self) -> Any:
-        """This process's. On a spare Fabric gets None for a loader's workers, see `process_dataloader`."""
+        """The rank of this process. On a spare, Fabric reads None to seed loader workers; see `process_dataloader`."""
         call = sys._getframe(1)
         is_for_workers = call.f_code is _ASKS and call.f_back is not None and call.f_back.f_code is _SETS_UP_A_LOADER
         return None if is_for_workers and self._session.is_waiting_spare else self._session.rank
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which samples this rank reads. On a spare the sampler asks for the rank when it is used."""
+        """Arguments for ``DistributedSampler``. On a spare, the sampler reads the rank when it is first iterated."""
         session = self._session
         return {"num_replicas": session.world_size, "rank": None if session.is_waiting_spare else session.rank}
 
     def _configure_launcher(self) -> None:
-        """No process is to be launched."""
+        """Configures no launcher: ``keepstep run`` has started the processes."""
 
     def _set_world_ranks(self) -> None:
-        """The job has said which rank this is, or will."""
+        """Does nothing: keepstep sets the rank."""
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Has workers of a loader that was set up on a spare ask for the rank when they begin."""
+        """Makes the workers of a loader that was set up on a spare read the rank when they start."""
         begin: Any = getattr(dataloader, "worker_init_fn", None)
         is_fabrics = isinstance(begin, functools.partial) and begin.func is pl_worker_init_function
         if is_fabrics and begin.keywords == {"rank": None}:
@@ -207,7 +207,7 @@ def join() -> Session:
 
 @functools.total_ordering
 class _RankOfSpare:
-    """What ``rank_zero_only`` compares on a spare: it waits for the rank, but for messages, which rank 0 gives."""
+    """The value of ``rank_zero_only.rank`` on a spare. A comparison waits for the rank, except for log messages."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -231,7 +231,7 @@ class _RankOfSpare:
 
 
 class _SeedsWorker:
-    """Seeds a worker of a loader as Fabric does, with the rank that there is by then."""
+    """Seeds a loader worker as Fabric does, with the rank at the time when the worker starts."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -248,7 +248,7 @@ def _seed_worker(rank: int, worker: int) -> None:
 
 
 def global_seed() -> int:
-    """What ``seed_everything()`` was given; 0 where it was not called."""
+    """The seed passed to ``seed_everything()``; 0 if the script did not call it."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))  # environ: Lightning's own
 
 

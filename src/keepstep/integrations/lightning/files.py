@@ -1,4 +1,4 @@
-"""The files that a Lightning training writes while its steps may come again: rows of a CSV log, and checkpoints."""
+"""Keeps the files that Lightning writes, CSV logs and checkpoints, consistent when a step is repeated."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _KEY = "keepstep/lightning/checkpoints"
 
 
 class RewindableWriter(ExperimentWriter):
-    """The writer of a ``CSVLogger``, which can go back to as many rows as there were."""
+    """A writer for ``CSVLogger`` that can remove the rows of a step that is repeated."""
 
     def __init__(self, log_dir: str, *, is_first: bool) -> None:
         """Args:
-        log_dir: as the logger's.
-        is_first: whether it is the job's first process that writes there. Another one keeps what is there, and writes
-            nothing before it was told how many rows count.
+        log_dir: folder of the logger.
+        is_first: whether this is the first process of the job that writes there. A later process keeps the existing
+            file, and writes nothing until `rewind` has set the number of valid rows.
         """
         self._is_first = is_first
         self._is_held = not is_first
@@ -46,13 +46,13 @@ class RewindableWriter(ExperimentWriter):
         super().save()
 
     def position(self) -> dict[str, Any]:
-        """Where the log stands. All rows are in the file by then: this process may be lost, and its memory with it."""
+        """The number of rows and their keys. Writes buffered rows to the file first: this process may be lost."""
         if self.metrics:
             self.save()
         return {"rows": self._num_saved, "keys": list(self.metrics_keys)}
 
     def rewind(self, position: dict[str, Any]) -> None:
-        """Goes back to where `position` said, here or in another process."""
+        """Truncates the log to a `position` that this or another process returned."""
         self._is_held = False
         self.metrics.clear()
         self.metrics_keys = list(position["keys"])
@@ -74,10 +74,13 @@ class RewindableWriter(ExperimentWriter):
 
 
 class Logs:
-    """The loggers of a trainer. Rows of a ``CSVLogger`` are taken back; others are told when a line counts."""
+    """The loggers of a trainer.
+
+    A repeated step removes its rows from a ``CSVLogger``. Other loggers get a line only after its step is committed.
+    """
 
     def __init__(self, trainer: Trainer, session: Session) -> None:
-        """Has all ranks, and later replacements, write to the same place."""
+        """Makes all ranks, and later replacements, write to the same folder."""
         self._session = session
         self._others = [each for each in trainer.loggers if not isinstance(each, CSVLogger)]
         self._csv = [each for each in trainer.loggers if isinstance(each, CSVLogger)]
@@ -91,29 +94,31 @@ class Logs:
                 logger._experiment = RewindableWriter(logger.log_dir, is_first=is_first)
 
     def begin(self) -> None:
-        """From now on a step may come again."""
+        """Defers the lines of all loggers but ``CSVLogger``: from now on a step may be repeated."""
         for logger in self._others:
             if hasattr(logger, "log_metrics"):
                 logger.log_metrics = functools.partial(self._session.defer, logger.log_metrics)
 
     def positions(self) -> list[dict[str, Any]]:
-        """Where this rank's logs stand."""
+        """The positions of this rank's CSV logs."""
         return [each._experiment.position() for each in self._csv if isinstance(each._experiment, RewindableWriter)]
 
     def rewind(self, positions: list[dict[str, Any]]) -> None:
-        """Goes back to there."""
+        """Truncates the CSV logs to positions that `positions` returned."""
         for logger, position in zip(self._csv, positions, strict=False):
             logger._experiment.rewind(position)
 
 
 def _name_of(log_dir: str) -> str:
-    """Of a log for `Session.once`, which takes 200 characters."""
+    """A name of a log for `Session.once`, which allows 200 characters."""
     return f"keepstep/lightning/log {os.path.abspath(log_dir)[-150:]}"
 
 
 class WrittenCheckpoints:
-    """Which checkpoints the present unit has written that were not there before: in the job's store, where the
-    replacement of a lost rank 0 finds it. A unit that comes again would give them other names, ``-v1``, otherwise.
+    """The new checkpoints that the current unit has written.
+
+    The list is in the job's store, so the replacement of a lost rank 0 can read it. A repeated unit deletes these
+    checkpoints first; otherwise Lightning would give the new ones other names (``-v1``).
     """
 
     def __init__(self) -> None:
@@ -121,7 +126,7 @@ class WrittenCheckpoints:
         self._unit = -1
 
     def about_to_write(self, unit: int, path: str) -> None:
-        """Called before each."""
+        """Records a checkpoint. Call it before the checkpoint is written."""
         if unit != self._unit:
             self._unit, self._paths = unit, []
         if not os.path.exists(path) and path not in self._paths:
@@ -129,7 +134,7 @@ class WrittenCheckpoints:
             _store().set(_KEY, json.dumps({"unit": unit, "paths": self._paths}))
 
     def undone(self, unit: int) -> list[str]:
-        """Those that a former attempt at a unit has written."""
+        """The checkpoints that an earlier attempt at a unit wrote."""
         store = _store()
         if not store.check([_KEY]):
             return []

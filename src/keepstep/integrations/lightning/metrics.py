@@ -1,6 +1,6 @@
-"""What each rank of a Lightning training has for itself: logged results, metrics, and what callbacks keep of them.
+"""The rank-local values of a Lightning training: logged results, metrics, and callback state that depends on them.
 
-It is turned into plain values, which `Session.state` carries to a replacement, and back.
+The functions convert them to plain values, which `Session.state` sends to a replacement, and back.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _HERE = "."
 
 
 def local_values(trainer: Trainer, metrics: dict[str, Metric]) -> dict[str, Any]:
-    """What this rank has for itself, as plain values and tensors that nobody else holds.
+    """The rank-local values of a trainer, as plain values and copies of tensors.
 
     Args:
-        trainer: whose.
-        metrics: those of its module (`metrics_of`).
+        trainer: the trainer.
+        metrics: the metrics of its module (`metrics_of`).
     """
     connector = trainer._logger_connector
     values: dict[str, Any] = copied(
@@ -58,7 +58,7 @@ def local_values(trainer: Trainer, metrics: dict[str, Metric]) -> dict[str, Any]
 
 
 def put_local_values(trainer: Trainer, values: dict[str, Any]) -> None:
-    """Gives a trainer what `local_values` has taken, here or on another process."""
+    """Sets the values of a trainer that `local_values` returned in this or another process."""
     values = copied(values)
     results = trainer.fit_loop.epoch_loop._results
     results.clear()
@@ -94,7 +94,7 @@ def copied(value: Any) -> Any:
 
 
 def _with_paths(value: Any, before: str, after: str) -> Any:
-    """Values in which paths begin with another folder: each run, or node, may have a working directory of its own."""
+    """Replaces a folder prefix in all paths: the working directory can differ between runs and nodes."""
     if isinstance(value, str) and value.startswith(before + os.sep):
         return after + value[len(before) :]
     if isinstance(value, dict):
@@ -151,7 +151,7 @@ def _result(trainer: Trainer, content: dict[str, Any], modules: dict[str, Metric
 
 
 def metrics_of(module: LightningModule) -> dict[str, Metric]:
-    """A module's metrics, by the names of its parts: a large one has hundreds to look at."""
+    """A module's metrics, by submodule name. A caller should keep the result: a large module has many submodules."""
     return {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
 
 

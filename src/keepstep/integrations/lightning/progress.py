@@ -1,4 +1,4 @@
-"""Where a Lightning training stands, as a protected object: what a trainer keeps in itself, the same on all ranks."""
+"""The progress of a Lightning training as a protected object: the replicated state inside a trainer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FLAGS = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint",
 
 
 class LightningProgress:
-    """What `Session.protect` is given of a trainer.
+    """The object that represents a trainer in `Session.protect`.
 
     Attributes:
         unit: number of the present unit (`keepstep.worker.loop.foreign`) in the job.
-        is_in_epoch: whether the present epoch was begun.
-        is_pending: whether what follows the last batch is not done yet.
+        is_in_epoch: whether the current epoch has begun.
+        is_pending: whether the work after the last batch, such as validation, is still to be done.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -32,7 +32,7 @@ class LightningProgress:
         self.is_in_epoch = self.is_pending = False
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it."""
+        """The progress, as plain values."""
         trainer = self._trainer
         fit_loop = trainer.fit_loop
         return {
@@ -46,7 +46,7 @@ class LightningProgress:
         }
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
-        """Puts it back."""
+        """Restores the progress."""
         trainer = self._trainer
         fit_loop = trainer.fit_loop
         vars(self).update(content["place"])

@@ -25,8 +25,8 @@ from keepstep.integrations.lightning.training import KeepstepFitLoop, LightningT
 class KeepstepStrategy(DDPStrategy):
     """``lightning.pytorch.strategies.DDPStrategy`` for jobs that lose ranks.
 
-    It calls `keepstep.init` first where the script has not. A spare waits for its rank in ``fit()``. How many devices
-    and nodes there are, ``keepstep run`` says; the Trainer's ``devices`` and ``num_nodes`` may be left out.
+    It calls `keepstep.init` if the script has not done so. A spare waits for a rank in ``fit()``. ``keepstep run``
+    sets the number of devices and nodes, so the Trainer needs no ``devices`` and ``num_nodes``.
     """
 
     strategy_name = "keepstep"
@@ -56,16 +56,16 @@ class KeepstepStrategy(DDPStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """This process's own."""
+        """The device of this process."""
         return self._session.device
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which samples this rank reads."""
+        """Arguments for ``DistributedSampler``: they select the samples that this rank reads."""
         return {"num_replicas": self._session.world_size, "rank": self._session.rank}
 
     def _configure_launcher(self) -> None:
-        """No process is to be launched."""
+        """Configures no launcher: ``keepstep run`` has started the processes."""
 
     # ---- the start of fit() -----------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class KeepstepStrategy(DDPStrategy):
             self._logs = Logs(trainer, self._session)
 
     def setup(self, trainer: Trainer) -> None:
-        """Wraps the model, makes the optimizers, and takes over the loop over epochs."""
+        """Wraps the model, creates the optimizers, and replaces the Trainer's loop over epochs."""
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             assert self._logs is not None
@@ -91,7 +91,7 @@ class KeepstepStrategy(DDPStrategy):
             self._training = LightningTraining(trainer, self._session, self._logs, self._keepstep_options)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Has the batches of a training loader found again by their number."""
+        """Wraps a training loader so that its batches can be read by number."""
         if not self._trainer.training:
             return dataloader
         return NumberedLoader(dataloader, global_seed(), lambda: self._session.rank)
@@ -104,7 +104,7 @@ class KeepstepStrategy(DDPStrategy):
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """That of the module; what it returns is kept for hooks that come again."""
+        """Calls the module's ``training_step()`` and keeps the result: a repeated unit passes it to its hooks."""
         output = super().training_step(*arguments, **keywords)
         self.training.output = output
         return output
@@ -112,8 +112,10 @@ class KeepstepStrategy(DDPStrategy):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **keywords: Any
     ) -> Any:
-        """Computes the gradients first and then updates: Lightning does both in ``optimizer.step(closure)``, of which
-        it cannot be said from outside when the update begins."""
+        """Computes the gradients, then calls ``optimizer.step()`` without a closure.
+
+        Lightning does both in ``optimizer.step(closure)``, which does not show when the update begins.
+        """
         self.training.has_stepped = True
         precision = self.precision_plugin
         if not _computes_inside(precision):
@@ -123,7 +125,7 @@ class KeepstepStrategy(DDPStrategy):
         return result
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As under gloo, by whose name Lightning goes: the mean of whole numbers is their sum, divided."""
+        """Reduces integers as Lightning does under gloo: it sums them and divides the sum for the mean."""
         if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or reduce_op not in ("mean", "avg"):
             return super().reduce(tensor, group, reduce_op)
         total = super().reduce(tensor, group, "sum")
@@ -139,17 +141,17 @@ class KeepstepStrategy(DDPStrategy):
 
 
 class _NoSignals(_SignalConnector):
-    """SIGTERM drains a job of keepstep's. Lightning's handler would run a collective in the middle of others."""
+    """Installs no signal handlers. In keepstep SIGTERM drains the job; Lightning's handler would run a collective."""
 
     def register_signal_handlers(self) -> None:
-        """Leaves them as they are."""
+        """Does nothing."""
 
 
 def _have_configuration_saved_again(trainer: Trainer) -> None:
-    """Has the replacement of rank 0 write ``LightningCLI``'s ``config.yaml`` anew, with the same content.
+    """Lets the replacement of rank 0 overwrite ``LightningCLI``'s ``config.yaml`` with the same content.
 
-    The job's first rank 0 has written it, and by itself its callback overwrites nothing. It cannot be left out: the
-    ranks exchange values in it.
+    By default the callback refuses to overwrite the file of the first rank 0. The replacement cannot skip the callback,
+    because the ranks exchange values in it.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, SaveConfigCallback):
@@ -158,17 +160,17 @@ def _have_configuration_saved_again(trainer: Trainer) -> None:
 
 
 def _computes_inside(precision: Precision) -> bool:
-    """Whether a precision plugin leaves it to ``optimizer.step(closure)`` to compute the gradients."""
+    """Whether ``optimizer.step(closure)`` computes the gradients under this precision plugin."""
     if isinstance(precision, MixedPrecision):
         return precision.scaler is None
     return type(precision).optimizer_step is Precision.optimizer_step
 
 
 def _refuse(trainer: Trainer) -> None:
-    """Refuses what cannot be protected.
+    """Checks the trainer for settings that keepstep cannot protect.
 
     Raises:
-        ConfigurationError: says what, and why.
+        ConfigurationError: there is such a setting; the message names it and the reason.
     """
     averaging = next(
         (each for each in trainer.callbacks if isinstance(each, StochasticWeightAveraging | WeightAveraging)), None

@@ -1,14 +1,14 @@
-"""How ``Trainer.fit`` runs in units that may come again (`keepstep.worker.loop.foreign`).
+"""``Trainer.fit`` as a sequence of repeatable units (`keepstep.worker.loop.foreign`).
 
-Lightning's loops hold what an interrupted step would have to put back in local variables and in iterators. So the
-training here calls the parts that they consist of, in their order:
+Lightning's loops keep state in local variables and iterators, and keepstep cannot restore those after an interrupted
+step. So this module calls the parts of the loops itself, in their order. There are three kinds of units:
 
 * a *step*: the batches up to an ``optimizer.step()``, with their hooks and the schedulers' steps;
-* what follows a step, where that may not be cut off: validation, a row of a log, a checkpoint, hooks of the user's;
+* the work after a step that must not be cut off: validation, a row of a log, a checkpoint, the user's hooks;
 * the end of an epoch.
 
-Each is a unit. Where one is interrupted, an exception leaves it, the protected state goes back to its beginning, and
-all ranks, a replacement too, go on from there.
+If a failure interrupts a unit, an exception leaves it. keepstep restores the protected state of its beginning, and all
+ranks, including a replacement, continue from there.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from keepstep.worker.session import Session
 from keepstep.worker.values.attributes import from_bytes, to_bytes
 
 _MAX_OUTPUT_ELEMENTS = 1024
-"""Of a tensor that ``training_step`` returns, to be carried to a replacement with its rank's own values."""
+"""A tensor that ``training_step`` returns is sent to a replacement only up to this size."""
 
 
 class KeepstepFitLoop(_FitLoop):
-    """Lightning's own, whose epochs are run by a `LightningTraining`."""
+    """Lightning's fit loop. A `LightningTraining` runs its epochs."""
 
     def run(self) -> None:
         """Runs all epochs."""
@@ -60,15 +60,15 @@ class LightningTraining:
     """One rank's part of a training.
 
     Attributes:
-        output: what ``training_step`` has returned last.
-        has_stepped: whether an optimizer was called in the present unit.
+        output: the latest result of ``training_step``.
+        has_stepped: whether the current unit has called an optimizer.
     """
 
     def __init__(self, trainer: Trainer, session: Session, logs: Logs, options: dict[str, Any]) -> None:
         """Args:
-        trainer: whose loops these are.
-        session: of this process.
-        logs: of the trainer.
+        trainer: the trainer whose loops this object runs.
+        session: the session of this process.
+        logs: the trainer's loggers.
         options: arguments for `Session.protect`.
         """
         self._trainer, self._session, self._options = trainer, session, options
@@ -77,21 +77,21 @@ class LightningTraining:
         self._forward = self._module.forward
         self._logs, self._written = logs, WrittenCheckpoints()
         self._metrics = metrics_of(self._module)
-        """As they were at the beginning of the epoch, or of this process's part of it."""
+        """The module's metrics at the beginning of the epoch, or when this process joined it."""
         self._loop = ForeignLoop(session.begin)
         self._progress = LightningProgress(trainer)
         self._own: Any = None
-        """What this rank has for itself, as it left the rank last (`Session.state`)."""
+        """The rank-local values that this rank sent last (`Session.state`)."""
         self._kept: tuple[int, Any] = (-1, None)
-        """The number of a unit, and what this rank had for itself at its beginning."""
+        """The number of a unit, and the rank-local values at its beginning."""
         self._is_shared = False
-        """Whether that has left the rank in this unit."""
+        """Whether this rank has sent its rank-local values in this unit."""
         self._batch: Any = None
         self.output: Any = None
         self.has_stepped = False
 
     def run(self) -> None:
-        """Runs all epochs that are left."""
+        """Runs all remaining epochs."""
         self._begin()
         batches = TrainingBatches(self._fit_loop._combined_loader)
         self._read = batches.read
@@ -105,7 +105,7 @@ class LightningTraining:
             self._run_epoch()
 
     def about_to_write(self, path: str) -> None:
-        """A checkpoint is about to be written by this rank."""
+        """Records a checkpoint that this rank is about to write."""
         self._written.about_to_write(self._progress.unit, path)
 
     # ---- units ------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class LightningTraining:
         return not self._progress.is_in_epoch and self._fit_loop.done
 
     def _run_epoch(self) -> None:
-        """The present epoch, from where the training stands in it."""
+        """Runs the rest of the current epoch."""
         fit_loop, epoch_loop = self._fit_loop, self._epoch_loop
         self._metrics = metrics_of(self._module)
         if not self._progress.is_in_epoch:
@@ -159,7 +159,7 @@ class LightningTraining:
         self._commit()
 
     def _commit(self) -> None:
-        """The unit is done, unless it has begun to accumulate gradients."""
+        """Commits the unit, unless it has only accumulated gradients so far."""
         if self._loop.is_inside and not self.has_stepped:
             return
         self._share()
@@ -174,7 +174,7 @@ class LightningTraining:
         self._seed()
 
     def _put(self) -> None:
-        """Gives Lightning what the protected state says."""
+        """Sets Lightning's state from the protected state."""
         trainer = self._trainer
         trainer.training = True
         self._module._current_fx_name = None
@@ -199,7 +199,10 @@ class LightningTraining:
         self._handed_out()
 
     def _note_metrics(self) -> None:
-        """What follows a step has noted them for callbacks, after they had left the rank."""
+        """Fills the logger connector's dicts as ``update_train_step_metrics`` does.
+
+        Lightning calls that method only after the rank has sent its rank-local values, so those do not contain them.
+        """
         connector = self._trainer._logger_connector
         if connector._first_loop_iter is not None:
             metrics = connector.metrics
@@ -220,7 +223,7 @@ class LightningTraining:
             self._share()
 
     def _share(self) -> None:
-        """What this rank has for itself leaves it with the gradients."""
+        """Sets the rank-local values that this rank sends at the gradient barrier, once per unit."""
         if not self._is_shared:
             self._is_shared = True
             self._own.values = _packed(self._local_values())
@@ -234,7 +237,7 @@ class LightningTraining:
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def _train(self) -> bool:
-        """One batch, as ``_TrainingEpochLoop.advance``. False where a checkpoint was loaded that has the batch done."""
+        """Trains on one batch, as ``_TrainingEpochLoop.advance``. False if the loaded checkpoint includes the batch."""
         trainer, loop = self._trainer, self._epoch_loop
         if loop.restarting and loop._should_check_val_fx(self._fit_loop._data_fetcher):
             if loop.val_loop.restarted_mid_evaluation:
@@ -288,7 +291,7 @@ class LightningTraining:
     # ---- what follows it --------------------------------------------------------------------------------------------
 
     def _follow(self, has_trained: bool) -> None:
-        """What follows a batch, as in ``_TrainingEpochLoop``: in the step's unit, or in one of its own."""
+        """Does the work after a batch, as ``_TrainingEpochLoop``: in the step's unit, or in a unit of its own."""
         trainer, loop, progress = self._trainer, self._epoch_loop, self._progress
         if has_trained and not progress.is_pending and self.has_stepped and self._needs_unit():
             progress.is_pending = True
@@ -307,7 +310,7 @@ class LightningTraining:
         progress.is_pending = False
 
     def _read_again(self) -> None:
-        """The batch of a step that is done, where what follows it comes again."""
+        """Reads the batch of a committed step again, when the work after the step is repeated."""
         number = self._epoch_loop.batch_idx
         self._loop.controller.seed(self._num_batches() - 1)
         self._batch = self._placed(self._read(self._fit_loop.epoch_progress.current.processed, number))
@@ -315,7 +318,7 @@ class LightningTraining:
         self._seed()
 
     def _output(self) -> Any:
-        """What the step's loop makes of it for hooks."""
+        """The output of ``training_step`` in the form that Lightning passes to hooks."""
         trainer = self._trainer
         if not trainer.lightning_module.automatic_optimization:
             return ManualResult.from_training_step_output(self.output).asdict()
@@ -323,7 +326,7 @@ class LightningTraining:
         return {} if result.loss is None else result.asdict()
 
     def _needs_unit(self) -> bool:
-        """Whether what follows the step writes, communicates or is the user's own: it has to be done in whole then."""
+        """Whether the work after the step needs its own unit: it writes, communicates or calls the user's code."""
         trainer, loop = self._trainer, self._epoch_loop
         logs = bool(trainer.loggers) and (trainer._logger_connector.should_update_logs or bool(trainer.fast_dev_run))
         return (
@@ -336,7 +339,7 @@ class LightningTraining:
         )
 
     def _acts(self, callback: Callback) -> bool:
-        """Whether a callback does something of consequence behind this step."""
+        """Whether a callback does more after this step than display progress."""
         if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
             every = callback._every_n_train_steps
             return callback._train_time_interval is not None or (every > 0 and self._trainer.global_step % every == 0)
@@ -345,7 +348,7 @@ class LightningTraining:
 
 
 def _carried(output: Any) -> Any:
-    """What ``training_step`` has returned, as far as it can be carried to a replacement."""
+    """The part of the result of ``training_step`` that keepstep can send to a replacement."""
     if isinstance(output, torch.Tensor):
         return copied(output) if output.numel() <= _MAX_OUTPUT_ELEMENTS else None
     if isinstance(output, dict):
@@ -355,8 +358,9 @@ def _carried(output: Any) -> Any:
 
 
 def _packed(values: dict[str, Any]) -> bytes:
-    """A rank's own values, of which few bytes may travel at every step. Most of them are names that come many times
-    over: 100 logged keys take 65 kB, and 7 kB so (November 2026).
+    """Compresses rank-local values, because every rank sends them at every step and their size is limited.
+
+    Most of the bytes are repeated names: 100 logged keys take 65 kB, and 7 kB compressed (November 2026).
     """
     return zlib.compress(to_bytes(values, "what self.log() and callbacks keep"), level=1)
 

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: a ``Trainer`` whose training goes on where a rank is lost.
+"""Hugging Face Transformers: a ``Trainer`` that continues training after a rank is lost.
 
 ::
 
@@ -8,10 +8,10 @@
 
 For a trainer that is derived from ``Trainer``, such as TRL's: ``protected(SFTTrainer)(...)``.
 
-The Trainer's own loop runs, with its own callbacks, evaluation and checkpoints. It is left by an exception where a step
-is interrupted, and entered again in the middle of the epoch as the Trainer does with ``resume_from_checkpoint``; but
-what it continues from is the protected state and not a file. What a Trainer keeps in itself, such as its
-``TrainerState``, is part of that.
+The Trainer's own loop runs, with its own callbacks, evaluation and checkpoints. If a step is interrupted, an exception
+leaves the loop. The Trainer then enters it again in the middle of the epoch, as with ``resume_from_checkpoint``, but
+from the protected state and not from a file. The protected state includes the Trainer's own state, such as its
+``TrainerState``.
 """
 
 from keepstep.integrations.transformers.trainer import KeepstepMixin, KeepstepTrainer, protected

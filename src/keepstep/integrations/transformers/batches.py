@@ -1,4 +1,4 @@
-"""The Trainer's batches by their number, of which it can skip the first ones without reading them."""
+"""The Trainer's batches by number, so that it can skip the first batches of an epoch without reading them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from keepstep.worker.loop.reading import Reading
 
 
 class StepData(Dataset[Any]):
-    """The batches of the epoch that was set, by their number."""
+    """The batches of the current epoch, by number."""
 
     def __init__(self, dataset: Any, reading: Reading) -> None:
         self._dataset, self.reading = dataset, reading
         self.epoch = 0
 
     def __len__(self) -> int:
-        """Samples of the user's dataset, which the Trainer counts."""
+        """Number of samples in the user's dataset, as the Trainer expects; not the number of batches."""
         return len(self._dataset)
 
     def __getitem__(self, number: int) -> Any:
@@ -37,12 +37,12 @@ class _Numbers(Sampler[list[int]]):
         return iter([[number] for number in range(len(self))])
 
     def set_epoch(self, epoch: int) -> None:
-        """From now on the batches are those of this epoch."""
+        """Selects the epoch whose batches are read from now on."""
         self._data.epoch = epoch
 
 
 class EpochLoader(DataLoader[Any]):
-    """A loader of the Trainer's batches, of which it can skip the first ones without reading them."""
+    """A loader of the Trainer's batches. The Trainer can skip the first ones without reading them."""
 
     def __init__(self, data: StepData) -> None:
         super().__init__(data, batch_sampler=_Numbers(data), collate_fn=_only)

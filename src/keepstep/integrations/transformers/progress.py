@@ -1,4 +1,4 @@
-"""Where a Trainer stands, as a protected object: what it keeps in itself."""
+"""The progress and internal state of a Trainer as a protected object."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 _FURTHER = ("_metrics", "_total_train_tokens")
-"""Attributes in which derived trainers, such as TRL's, sum up what they log."""
+"""Attributes in which derived trainers, such as TRL's, accumulate metrics for the log."""
 _OF_THIS_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
-"""Attributes of ``TrainerState`` that are not carried to other ranks, or apart from the others."""
+"""Attributes of ``TrainerState`` that are not sent to other ranks, or that are sent separately."""
 _SHARED = [each.name for each in dataclasses.fields(TrainerState) if each.name not in _OF_THIS_RANK]
 """Those that are."""
 _NUMBERS = ("epoch", "update_step", "is_pending", "is_stopped", "grad_norm", "learning_rate")
-"""Attributes of `TrainerProgress` that are carried, too."""
+"""Attributes of `TrainerProgress` that are part of the state."""
 
 
 class TrainerProgress:
-    """What a Trainer keeps in itself of its training, as a protected object.
+    """The progress and internal state of a Trainer, as a protected object.
 
     Attributes:
-        epoch: in which the loop stands.
-        update_step: steps that are done in it.
-        is_pending: whether what the Trainer does behind the last step is not done yet.
+        epoch: the current epoch.
+        update_step: number of completed steps in the epoch.
+        is_pending: whether the work after the last step (log, evaluation, checkpoint) is still to be done.
         is_stopped: whether the training ended before its last epoch.
-        grad_norm: of the last step.
-        learning_rate: likewise.
-        own: what this rank has for itself (`Session.state`): ``sums``, its running loss and number of operations.
-        lines: of the log, in the last unit.
-        was_entered: whether a training has begun.
+        grad_norm: gradient norm of the last step.
+        learning_rate: learning rate of the last step.
+        own: rank-local values (`Session.state`): ``sums``, the running loss and the floating-point operations so far.
+        lines: lines that the last unit logged.
+        was_entered: whether training has begun.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -43,10 +43,10 @@ class TrainerProgress:
         self.own: Any = None
         self.lines: list[dict[str, Any]] = []
         self._log = (-1, "[]")
-        """The length of the log, and the log."""
+        """Number of entries in ``log_history``, and ``log_history`` as JSON."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it that is the same on all ranks."""
+        """The replicated part of the state."""
         trainer = self._trainer
         state: TrainerState = trainer.state
         if len(state.log_history) != self._log[0]:
@@ -64,7 +64,7 @@ class TrainerProgress:
         return {"values": json.dumps(values), "log": self._log[1]}
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
-        """Puts it back. The Trainer's tensors follow with `put`."""
+        """Restores the replicated part. `put` restores the running loss and the number of operations."""
         trainer, state, values = self._trainer, self._trainer.state, json.loads(content["values"])
         vars(state).update(values["state"])
         lines, own = json.loads(content["log"]), state.log_history
@@ -84,23 +84,23 @@ class TrainerProgress:
         return [each for each in known if isinstance(each, ExportableState) and not isinstance(each, TrainerControl)]
 
     def take(self) -> None:
-        """Takes over what this rank has for itself, before its step or unit counts."""
+        """Copies the Trainer's running loss and operation count into ``own``. Call it before a unit is committed."""
         self.was_entered = True
         self.own.sums = (self._trainer._tr_loss.item(), float(self._trainer.current_flos))
 
     def put(self) -> None:
-        """Gives it back to the Trainer."""
+        """Copies the values in ``own`` back to the Trainer."""
         loss, self._trainer.current_flos = self.own.sums
         self._trainer._tr_loss.fill_(loss)
 
 
 def without_times(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of the log without what each rank measures for itself."""
+    """A line of the log without runtimes and rates, which differ between ranks."""
     return {name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second"))}
 
 
 def _as_before(present: Any, value: Any) -> Any:
-    """A value that was JSON, as the kind of dict that is there: TRL's make lists for new names."""
+    """Converts a value from JSON to the dict types of the existing one: TRL uses a ``defaultdict`` of lists."""
     if not isinstance(present, dict):
         return value
     result = copy.copy(present)

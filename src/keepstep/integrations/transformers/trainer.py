@@ -1,4 +1,4 @@
-"""The Trainer's own loop, left where a step is interrupted, and entered again in the middle of the epoch."""
+"""Leaves the Trainer's own loop when a step is interrupted, and enters it again in the middle of the epoch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from keepstep.worker.session import current_session
 TESTED = ((5, 20), (5, 25))
 """Releases of Transformers for which the tests have passed, from and below."""
 _AGAIN = "the protected state"
-"""Given to the Trainer as ``resume_from_checkpoint``: it skips the batches of the steps that are done."""
+"""The value of ``resume_from_checkpoint`` that makes the Trainer skip the batches of completed steps."""
 _HEARD = frozenset({"on_train_begin", "on_log", "on_evaluate", "on_pre_optimizer_step"})
-"""Events that mean something to `KeepstepMixin`."""
+"""Callback events that `KeepstepMixin` intercepts."""
 
 
 have_accelerate_wait(current_session)  # before a spare makes TrainingArguments
@@ -35,11 +35,11 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class KeepstepMixin(_Base):
-    """What makes a class derived from ``Trainer`` go on after a failure. It stands in front of that class.
+    """Adds fault tolerance to a class derived from ``Trainer``. It must precede that class among the bases.
 
     Attributes:
-        session: that of this process.
-        keepstep_options: further arguments for `Session.protect`, such as ``snapshot_every``. To be set before
+        session: the session of this process.
+        keepstep_options: further arguments for `Session.protect`, such as ``snapshot_every``. Set them before
             ``train()``.
     """
 
@@ -64,24 +64,26 @@ class KeepstepMixin(_Base):
         self._data: StepData | None = None
         self._epoch_arguments: dict[str, Any] = {}
         self._told_later: Callable[[], Any] | None = None
-        """Tells the callbacks of the beginning, where a spare comes to it before it has a rank."""
+        """The deferred ``on_train_begin`` of a spare. The spare calls it when it has a rank."""
         self.callback_handler: Any = _listening(self.callback_handler, self._hear)
 
     # ---- the Trainer's methods, in the order in which it calls them -----------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """That of the Trainer, whose batches are found again by their number in an epoch."""
+        """As ``Trainer.get_train_dataloader``, with batches that can be read by number."""
         loader = super().get_train_dataloader()
         session = self.session
         base = getattr(loader, "base_dataloader", loader)
-        # A step seeds what it draws, behind the reading of its batches.
+        # restores=False: each step seeds the generators after it has read its batches.
         reading = Reading(base, sys.maxsize, 1, self.args.seed, lambda: session.data_rank, restores=False)
         self._data = StepData(base.dataset, reading)
         return EpochLoader(self._data)
 
     def _get_dataloader(self, dataset: Any, *arguments: Any, sampler_fn: Any = None, **keywords: Any) -> Any:
-        """That of the Trainer. On a spare the batches are shared out when they are read, and the rank is known; what a
-        sampler does with the rank, and the user's own method, needs it at once."""
+        """As ``Trainer._get_dataloader``. A spare splits the batches by rank only when it reads them.
+
+        A spare waits for its rank here if the user overrides this method, or if a sampler function reads the rank.
+        """
         make = super()._get_dataloader
         if make.__func__ is not Trainer._get_dataloader or isinstance(dataset, IterableDataset):
             return make(dataset, *arguments, sampler_fn=sampler_fn, **keywords)
@@ -114,7 +116,7 @@ class KeepstepMixin(_Base):
         return model, loader
 
     def _enter(self) -> int:
-        """The Trainer asks for its first epoch. A spare comes here, too, and waits for its rank."""
+        """Begins the training and returns the number of the first epoch. A spare waits here for a rank."""
         self._progress.take()
         self._loop.enter()
         if self.session.is_main:
@@ -131,7 +133,7 @@ class KeepstepMixin(_Base):
         return sys.maxsize if self._is_over() else self._progress.epoch
 
     def _run_epoch(self, *, epoch: int, **common: Any) -> None:
-        """Runs the Trainer's epoch, and enters it again where it is interrupted."""
+        """Runs the Trainer's epoch, and enters it again after an interruption."""
         self._epoch_arguments = common
         progress = self._progress
         while progress.epoch <= epoch and not self._is_over():
@@ -166,24 +168,27 @@ class KeepstepMixin(_Base):
         progress.is_stopped = self.control.should_training_stop
 
     def _work_behind_step(self, common: dict[str, Any]) -> None:
-        """Logs, evaluates and saves behind a step whose own loop has been left."""
+        """Logs, evaluates and saves after a committed step, if an interruption has left the step's loop."""
         names = ("trial", "ignore_keys_for_eval", "start_time")
         self._maybe_log_save_evaluate(
             self._tr_loss, None, common["model"], epoch=self._progress.epoch, **{name: common[name] for name in names}
         )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Each step has random numbers of its own."""
+        """Restores nothing: keepstep seeds the generators for each step."""
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """That of the Trainer; the first one of a step begins it."""
+        """As ``Trainer.training_step``. The first call of a step begins the unit."""
         if not self._loop.is_inside:
             self._loop.begin(draws_as=self.state.global_step)
         return super().training_step(*arguments, **keywords)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """That of the Trainer. It notes the folder as the best checkpoint next, if it is there; where shards are saved,
-        another rank may make it later."""
+        """As ``Trainer.save_model``. Under FSDP it also creates the folder.
+
+        The Trainer records the folder as the best checkpoint next, but only if the folder exists. When ranks save
+        shards, another rank may create it later.
+        """
         super().save_model(output_dir, _internal_call)
         if output_dir is not None and self.is_fsdp_enabled and self.args.should_save:
             os.makedirs(output_dir, exist_ok=True)
@@ -199,7 +204,7 @@ class KeepstepMixin(_Base):
         start_time: float,
         learning_rate: float | None = None,
     ) -> None:
-        """A step is done, or an epoch. What the Trainer does behind it is a unit of its own."""
+        """Commits a completed step. Then it logs, evaluates and saves in a separate unit."""
         progress = self._progress
         if self._loop.is_inside:
             progress.update_step += 1
@@ -255,7 +260,7 @@ class KeepstepMixin(_Base):
         return self._progress.is_stopped or self._progress.epoch >= self.state.num_train_epochs
 
     def _say(self, index: int, number: int, call: Callable[[], Any]) -> None:
-        """Tells the callbacks of a line of the log of a unit that counts; on rank 0, which writes it, exactly once."""
+        """Passes a line of a committed unit to the callbacks; on rank 0, which writes the log, exactly once."""
         if self.session.rank > 0:
             call()
             return
@@ -267,7 +272,7 @@ class KeepstepMixin(_Base):
         self.callback_handler.tell("on_log", self.args, self.state, self.control, logs=logs)
 
     def _hear(self, event: str, call: Callable[[], Any], control: TrainerControl, logs: dict[str, Any] | None) -> Any:
-        """An event for the callbacks: those hear of a line of the log when it counts."""
+        """Intercepts a callback event. It defers ``on_log`` until the unit is committed."""
         progress = self._progress
         if event == "on_train_begin" and self.session.is_waiting_spare:  # callbacks ask which process this is
             self._told_later = call
@@ -289,16 +294,16 @@ class KeepstepTrainer(KeepstepMixin, Trainer):
 
 
 def protected(trainer: type[Trainer]) -> type[Any]:
-    """The class derived from another one than ``Trainer``, such as TRL's ``SFTTrainer``; it takes the same arguments.
+    """Returns a fault-tolerant subclass of a trainer class, such as TRL's ``SFTTrainer``. It takes the same arguments.
 
     Args:
-        trainer: that class.
+        trainer: a class derived from ``transformers.Trainer``.
     """
     return type(f"Keepstep{trainer.__name__}", (KeepstepMixin, trainer), {})
 
 
 class _WhenAsked:
-    """The number of the first epoch, which is known when ``range()`` asks for it."""
+    """The number of the first epoch, computed when ``range()`` reads it."""
 
     def __init__(self, ask: Callable[[], int]) -> None:
         self._ask = ask
@@ -308,7 +313,7 @@ class _WhenAsked:
 
 
 def _listening(handler: CallbackHandler, hear: Callable[..., Any]) -> Any:
-    """The same handler; ``hear`` is told of some events, how to call the callbacks, the control, a line's values."""
+    """Makes a handler pass some events to ``hear(event, call, control, logs)``; ``call`` invokes the callbacks."""
     kind: Any = type(handler)
 
     class Listening(kind):
@@ -326,10 +331,10 @@ def _listening(handler: CallbackHandler, hear: Callable[..., Any]) -> Any:
 
 
 def _refuse(trainer: Any) -> None:
-    """Refuses what cannot be protected.
+    """Checks the trainer for settings that keepstep cannot protect.
 
     Raises:
-        ConfigurationError: says what, and why.
+        ConfigurationError: there is such a setting; the message names it and the reason.
     """
     args = trainer.args
     refused = {

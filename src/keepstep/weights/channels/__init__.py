@@ -1,1 +1,1 @@
-"""Unix sockets between the processes of one node, each checked for who is at its other end."""
+"""Unix sockets between processes on one node. Each end checks that its peer runs as the same user."""

@@ -30,7 +30,7 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class ConnectionLost(PeerLost):
-    """Nothing more can be had from the other end. ``what`` it did, without its name."""
+    """The connection cannot be used any more. ``what`` is the reason, without the name of the peer."""
 
     def __init__(self, who: str, what: str) -> None:
         super().__init__(f"{who} {what}")
@@ -38,15 +38,15 @@ class ConnectionLost(PeerLost):
 
 
 class ConnectionEnded(ConnectionLost):
-    """The other end is closed: its process has ended, or wants no more of it."""
+    """The peer has closed the connection, or its process has ended."""
 
 
 class ConnectionStalled(ConnectionLost):
-    """The other end did not read or say anything within the deadline."""
+    """The peer did not read or send anything within the deadline."""
 
 
 def what_of(error: Exception) -> str:
-    """What happened, for a message that names who it was already."""
+    """The reason of an error, for a message that already names the peer."""
     return error.what if isinstance(error, ConnectionLost) else str(error)
 
 
@@ -56,7 +56,7 @@ class Connection:
     def __init__(self, sock: socket.socket, who: str) -> None:
         """Args:
         sock: connected; the connection owns it.
-        who: is at the other end, for messages.
+        who: name of the peer, for messages.
         """
         self.who = who
         sock.setblocking(False)
@@ -71,8 +71,8 @@ class Connection:
         """Sends a message; the caller keeps its own copies of the descriptors.
 
         Raises:
-            ConnectionEnded, ConnectionStalled: it did not get out.
-            BufferUnavailable: this process may not have so much memory.
+            ConnectionEnded, ConnectionStalled: the message could not be sent.
+            BufferUnavailable: the message does not fit into the memory available to this process.
         """
         body = encode(message)
         if len(body) <= INLINE_BYTES:
@@ -103,8 +103,8 @@ class Connection:
         """The next message. Descriptors that came with it wait in `take_descriptor`.
 
         Raises:
-            ConnectionEnded, ConnectionStalled: none came.
-            RemoteProtocolError: what came is no message.
+            ConnectionEnded, ConnectionStalled: no message arrived.
+            RemoteProtocolError: the peer sent something that is no message.
         """
         while True:
             message = self.receive_now()
@@ -124,11 +124,11 @@ class Connection:
         descriptors = _descriptors_in(rights)
         try:
             message = self._message(packet, descriptors)
-        except BaseException:  # they came with something that is no message
+        except BaseException:  # the descriptors came with an invalid message
             _close_all(descriptors)
             raise
         self._descriptors += descriptors
-        if isinstance(message, PathLost):  # said by the process that stands in for the other end
+        if isinstance(message, PathLost):  # from the proxy: the process behind it is gone
             raise ConnectionEnded(self.who, message.reason)
         return message
 
@@ -137,7 +137,7 @@ class Connection:
         try:
             packet, rights, _flags, _address = self._sock.recvmsg(*rooms)
         except ConnectionResetError:
-            # The other end closed and left packets unread. Linux says so once; what it had sent is still there.
+            # The peer closed with unread packets. Linux reports this once; the packets that it sent can still be read.
             packet, rights, _flags, _address = self._sock.recvmsg(*rooms)
         return packet, rights
 
@@ -168,13 +168,13 @@ class Connection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether one of the ends is closed; messages that came before the other end was may still be there."""
+        """Whether one of the ends is closed. Messages that the peer sent before may still be readable."""
         if self.is_closed:
             return True
         return any(event & (select.POLLHUP | select.POLLERR) for event in _poll([(self, 0)], 0.0).values())
 
     def hang_up(self) -> None:
-        """Ends the connection for all threads that wait on it, at both ends; for threads that do not own it."""
+        """Shuts the connection down. All threads that wait on it, at both ends, return. Any thread may call it."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -182,14 +182,14 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection, here and there. Any number of times."""
+        """Closes the connection. May be called several times."""
         _close_all(self._descriptors)
         self._descriptors = []
         self._sock.close()
 
 
 def _descriptors_in(rights: list[tuple[int, int, bytes]]) -> list[int]:
-    """What `socket.recv_fds` would give, which knows no flags."""
+    """As `socket.recv_fds`, which does not support the needed flags."""
     found = array.array("i")
     for level, kind, data in rights:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -203,7 +203,7 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 def _read_file(descriptor: int, who: str) -> bytes:
-    """All of a memory file, which is closed."""
+    """Reads a memory file completely, and closes it."""
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -230,18 +230,21 @@ Awaited = TypeVar("Awaited", bound=Connection | CancelToken | socket.socket)
 
 
 def wait(connections: Collection[Awaited], until_s: float, stop: CancelToken | None = None) -> list[Awaited]:
-    """The connections on which a message or the end has come, and tokens; none when the deadline has passed.
+    """Waits until a connection has a message or has ended, or until a token is set.
 
     Args:
-        connections: any number.
-        until_s: on the monotonic clock.
-        stop: ends the wait.
+        connections: the connections, sockets and tokens to wait for.
+        until_s: deadline on the monotonic clock.
+        stop: cancels the wait.
+
+    Returns:
+        those that are ready; empty if the deadline has passed.
 
     Raises:
-        Cancelled: by ``stop``.
+        Cancelled: ``stop`` was set.
     """
     if closed := [connection for connection in connections if connection.fileno() < 0]:
-        return closed  # by this side, whose next attempt to receive will say so
+        return closed  # closed by this side: the next receive raises
     waited: list[tuple[Connection | CancelToken | socket.socket, int]] = [
         (connection, select.POLLIN) for connection in connections
     ]

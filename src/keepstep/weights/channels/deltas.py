@@ -24,8 +24,8 @@ class SentVersion:
 
     Attributes:
         version: its number.
-        forms: in which the tensors travelled.
-        checksums: of its buckets, by what they consist of: plans change when consumers come and go.
+        forms: shapes and dtypes of the tensors in the buckets.
+        checksums: checksum of each bucket, by its pieces. Bucket indices change when consumers attach or leave.
     """
 
     version: int
@@ -34,7 +34,7 @@ class SentVersion:
 
 
 class DeltaOutlet:
-    """The writing side of an H2D buffer, which sends a bucket to the devices alone that lack it."""
+    """The writing side of an H2D buffer. It sends a bucket only to the devices that lack its content."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class DeltaOutlet:
         base: SentVersion | None,
     ) -> None:
         """Args:
-        outlet: to the devices.
-        h2d: this source's.
-        own: the buckets that it sends.
-        layout: of the update.
-        holds: by reader: the version that it has, if it keeps what does not come again.
-        base: what this source sent last. Buffers on a GPU have none: two changes may cancel out in the sum that is
-            their checksum, which is no matter for accidents, but for deciding that nothing has changed.
+        outlet: sends messages to the devices.
+        h2d: this source's H2D buffer.
+        own: the buckets that this source sends.
+        layout: layout of the update.
+        holds: by reader: the version that it has, if it uses delta updates.
+        base: the version that this source sent last. It is ignored for buffers on a GPU: their checksum is a sum, in
+            which two changes may cancel out. That suffices to detect accidents, but not to prove that nothing changed.
         """
         self._outlet, self._h2d, self._layout = outlet, h2d, layout
         self._buckets = {bucket.index: bucket for bucket in own}
@@ -62,12 +62,12 @@ class DeltaOutlet:
         self._lacking = {reader for reader, held in enumerate(holds) if held is None or held != version}
         self._checksums: dict[tuple[Piece, ...], bytes] = {}
         self.sent_bytes = 0
-        """Of the buckets that went to at least one device, each once."""
+        """Total size of the buckets that were sent to at least one device."""
         self.unchanged_bytes = 0
-        """Of those that went to none."""
+        """Total size of the buckets that were sent to no device."""
 
     def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
-        """A bucket lies in a slot; the devices that have its content already are told that instead."""
+        """Announces a bucket in a slot to the devices that lack it, and to the others that it is unchanged."""
         which = self._buckets[bucket]
         checksum = checksum_in(self._h2d.view(slot), which)
         self._checksums[which.pieces] = checksum
@@ -90,10 +90,10 @@ class DeltaOutlet:
         self._outlet.wait_until_all_free()
 
     def sent(self, version: int) -> SentVersion:
-        """What was sent, once the version counts."""
+        """The record of this version, the base of the next one. Call it once the version is committed."""
         return SentVersion(version, self._layout.travelling, self._checksums)
 
 
 def checksum_of_version(checksums: Iterable[bytes]) -> bytes:
-    """One checksum of a whole version, as one consumer has it: xxh3 over those of its buckets, in their order."""
+    """The checksum of one consumer's complete version: xxh3 over the checksums of its buckets, in their order."""
     return xxhash.xxh3_64_digest(b"".join(checksums))

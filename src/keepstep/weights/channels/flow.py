@@ -27,13 +27,13 @@ from keepstep.weights.memory.gpu_buffers import GpuBuffer
 
 
 class Stalled(PeerLost):
-    """The awaited process showed nothing within the deadline."""
+    """The awaited process made no progress within the deadline."""
 
 
 Lose = Callable[[int, PeerLost | RemoteProtocolError], None]
 Other = Callable[[int, AnyTransferMessage], None]
 Await = Callable[[Connection, float], bool]
-"""Waits for something on a connection until a time on the monotonic clock; whether it came."""
+"""Waits for a message on a connection until a time on the monotonic clock. Returns whether it arrived."""
 
 
 class Outlet:
@@ -51,30 +51,30 @@ class Outlet:
         freed: Callable[[int], None] = lambda slot: None,
     ) -> None:
         """Args:
-        update: its number, for every message.
-        connections: to the readers, by a key of the caller's.
-        deadline_s: how long a reader may show nothing while it is waited for.
-        stop: ends all waits.
-        lose: told of a reader that is gone or stands; it is waited for no more.
-        other: given every message that is no credit.
-        size_of: how many bytes of a slot a bucket and its checksum take, by its index.
-        freed: told of each slot that was announced, once no reader has it any more.
+        update: number of the update, part of every message.
+        connections: the readers' connections, by a key that the caller chooses.
+        deadline_s: time without progress after which an awaited reader counts as lost.
+        stop: cancels all waits.
+        lose: called with a reader that is lost or stalled, after the outlet has removed it.
+        other: called with every message other than `SlotFreed`.
+        size_of: returns the bytes that a bucket and its checksum take in a slot, by index of the bucket.
+        freed: called with each announced slot when no reader uses it any more.
         """
         self._update, self._deadline_s, self._stop = update, deadline_s, stop
         self._lose, self._other, self._size_of, self._freed = lose, other, size_of, freed
         self._connections = dict(connections)
         self._proxies: dict[int, int] = {}
-        """By reader on another node: the key of the connection on which it is told of buckets."""
+        """Reader on another node -> key of the proxy's connection, on which buckets are announced."""
         self._held: dict[int, set[int]] = {}
         """By slot: its readers."""
         self._moved_s = dict.fromkeys(connections, time.monotonic())
 
     def share(self, proxies: Mapping[int, Connection], through: Mapping[int, int]) -> None:
-        """Some readers, on other nodes, are told of buckets once for all of them. To be called before anything else.
+        """Announces buckets to a proxy, once for all readers behind it on other nodes. Call it before anything else.
 
         Args:
-            proxies: the connections for it, by keys of their own. They have slots in the place of those readers.
-            through: by reader: the key of the connection.
+            proxies: the proxies' connections, by keys of their own. A proxy holds slots in place of its readers.
+            through: reader -> key of its proxy.
         """
         self._connections |= proxies
         self._proxies = dict(through)
@@ -82,11 +82,11 @@ class Outlet:
 
     @property
     def readers(self) -> set[int]:
-        """Those that are still there."""
+        """The readers that are not lost and have not been left out."""
         return set(self._connections) - set(self._proxies.values())
 
     def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
-        """Tells the readers that are still there of a bucket."""
+        """Announces a bucket in a slot to those of the readers that are still present."""
         message = BucketReady(self._update, bucket, slot, self._size_of(bucket))
         present = self._told(readers)
         for key in present.keys() - self._holding:
@@ -101,7 +101,7 @@ class Outlet:
                 self._connections[key].send(message, time.monotonic() + self._deadline_s)
             except ConnectionEnded as error:
                 connection = self._connections[key]
-                while key in self._connections and connection.has_ended:  # what it said last may say why
+                while key in self._connections and connection.has_ended:  # its last message may give the reason
                     self._read(key, connection)
                 if key in self._connections:
                     self.leave_out(key, error)
@@ -109,7 +109,7 @@ class Outlet:
                 self.leave_out(key, error)
 
     def announce_unchanged(self, bucket: int, checksum: bytes, readers: Collection[int]) -> None:
-        """Tells the readers that are still there that a bucket is what they have."""
+        """Tells those of the readers that are still present that they already have the content of a bucket."""
         message = BucketUnchanged(self._update, bucket, checksum)
         for key, connection in self._told(readers).items():
             if key not in self._holding:
@@ -120,23 +120,26 @@ class Outlet:
                 self.leave_out(key, error)
 
     def _told(self, readers: Collection[int]) -> dict[int, Connection]:
-        """The connections on which the readers that are still there are told of buckets."""
+        """The connections on which buckets are announced to those of the readers that are still present."""
         keys = dict.fromkeys(self._proxies.get(key, key) for key in readers if key in self._connections)
         return {key: self._connections[key] for key in keys if key in self._connections}
 
     def wait_until_free(self, slot: int) -> None:
-        """Waits until the slot has no reader. Raises Cancelled by the stop."""
+        """Waits until no reader uses the slot. Raises Cancelled if ``stop`` is set."""
         self.wait_while(lambda: self._held.get(slot, set()))
 
     def wait_until_all_free(self) -> None:
-        """Waits until no slot has a reader. Raises Cancelled by the stop."""
+        """Waits until no reader uses any slot. Raises Cancelled if ``stop`` is set."""
         self.wait_while(lambda: self._holding)
 
     def wait_while(self, pending: Callable[[], set[int]]) -> None:
-        """Hears the readers until none is pending; those that show nothing for too long are lost.
+        """Handles messages of the readers until none is pending. Readers that make no progress are lost.
+
+        Args:
+            pending: returns the keys of the readers to wait for.
 
         Raises:
-            Cancelled: by the stop.
+            Cancelled: ``stop`` was set.
         """
         while waited := {key: self._connections[key] for key in pending() if key in self._connections}:
             for proxy in {self._proxies[key] for key in waited if key in self._proxies} & self._holding:
@@ -144,10 +147,13 @@ class Outlet:
             self._hear(waited, wait(waited.values(), self._due_s(waited), self._stop))
 
     def hear_until(self, awaited: Connection, until_s: float) -> bool:
-        """Hears the readers that have slots until something comes on another connection; whether it came in time.
+        """Handles messages of the readers that hold slots, until a message arrives on another connection.
+
+        Returns:
+            whether it arrived before ``until_s``, on the monotonic clock.
 
         Raises:
-            Cancelled: by the stop.
+            Cancelled: ``stop`` was set.
         """
         while True:
             holding = {key: self._connections[key] for key in self._holding}
@@ -158,15 +164,15 @@ class Outlet:
 
     @property
     def _holding(self) -> set[int]:
-        """The readers that have slots."""
+        """The readers that hold slots."""
         return set[int]().union(*self._held.values())
 
     def _due_s(self, waited: Collection[int]) -> float:
-        """When the first of some readers is lost, if nothing is heard of it."""
+        """The earliest time at which one of the readers counts as lost if it sends nothing."""
         return min((self._last_moved_s(key) for key in waited), default=float("inf")) + self._deadline_s
 
     def _last_moved_s(self, key: int) -> float:
-        """When a reader, or its proxy, was heard last, or was told something first."""
+        """The time of the last message from a reader or its proxy, or of its first announcement."""
         return max(self._moved_s[key], self._moved_s[self._proxies.get(key, key)])
 
     def _hear(self, waited: Mapping[int, Connection], ready: Collection[Connection]) -> None:
@@ -179,7 +185,7 @@ class Outlet:
                 self.leave_out(key, Stalled(f"has shown nothing for {self._deadline_s:g} s"))
 
     def leave_out(self, key: int, error: PeerLost | RemoteProtocolError | None = None) -> None:
-        """This reader is waited for no more; with an error, it is lost. With a proxy all its readers are."""
+        """Removes a reader, and with a proxy all its readers. With an error, it reports each as lost."""
         self._connections.pop(key, None)
         for slot in list(self._held):
             self._let_go(slot, key)
@@ -215,12 +221,19 @@ class Outlet:
 def next_bucket(
     connection: Connection, update: int, bucket: int, deadline_s: float, comes: Await
 ) -> BucketReady | BucketUnchanged:
-    """Waits for one bucket and returns what is said of it; what earlier updates left on the connection is dropped.
+    """Waits for the announcement of one bucket. Drops messages of earlier updates.
+
+    Args:
+        connection: the connection to the writer.
+        update: number of the update.
+        bucket: index of the expected bucket.
+        deadline_s: time without progress after which the writer counts as lost.
+        comes: waits for a message.
 
     Raises:
-        Cancelled: from ``comes``, which waits.
+        Cancelled: ``comes`` was cancelled.
         PeerLost: the writer is gone, or did not write within the deadline.
-        RemoteProtocolError: another bucket came.
+        RemoteProtocolError: the writer announced another bucket.
     """
     until_s = time.monotonic() + deadline_s
     while True:
@@ -244,18 +257,18 @@ class Inlet:
         self, update: int, connection: Connection, buffer: Buffer, deadline_s: float, stop: CancelToken
     ) -> None:
         """Args:
-        update: its number, for every message.
-        connection: to the writer.
-        buffer: the writer's.
-        deadline_s: how long it may show nothing.
-        stop: ends all waits.
+        update: number of the update, part of every message.
+        connection: connection to the writer.
+        buffer: the writer's buffer.
+        deadline_s: time without progress after which the writer counts as lost.
+        stop: cancels all waits.
         """
         self._update, self._connection, self._buffer = update, connection, buffer
         self._deadline_s, self._stop = deadline_s, stop
         self._slot = 0
 
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """Waits for a bucket; its slot, uint8, valid until `release`. Raises what `next_bucket` does."""
+        """Waits for a bucket and returns its slot, uint8, valid until `release`. Raises as `next_bucket`."""
         ready = self.next(bucket, lambda connection, until_s: bool(wait([connection], until_s, self._stop)))
         if isinstance(ready, BucketUnchanged):
             raise RemoteProtocolError(f"bucket {bucket.index} is said to be here, and nothing is")
@@ -263,13 +276,13 @@ class Inlet:
         return self._buffer.view(ready.slot)
 
     def release(self) -> None:
-        """The bucket that was taken is done with. Raises what `free` does."""
+        """Frees the slot of the bucket that was taken. Raises as `free`."""
         self.free(self._slot)
 
     def next(self, bucket: Bucket, comes: Await) -> BucketReady | BucketUnchanged:
-        """Waits for a bucket: in which slot it is, until `free`, or that its readers have its content.
+        """Waits for a bucket. Returns its slot, valid until `free`, or that the readers already have its content.
 
-        Several may be taken before the first of them is freed. Raises what `next_bucket` does.
+        The caller may take several buckets before it frees the first. Raises as `next_bucket`.
         """
         ready = next_bucket(self._connection, self._update, bucket.index, self._deadline_s, comes)
         if isinstance(ready, BucketReady) and not 0 <= ready.slot < self._buffer.num_slots:
@@ -277,23 +290,23 @@ class Inlet:
         return ready
 
     def free(self, slot: int) -> None:
-        """What was in a slot is done with.
+        """Releases a slot to the writer.
 
         Raises:
-            PeerLost: the writer is gone, or reads nothing.
+            PeerLost: the writer is gone, or does not read.
         """
         self._connection.send(SlotFreed(self._update, slot), time.monotonic() + self._deadline_s)
 
 
 def attach_buffer(place: BufferPlace | None, connection: Connection) -> Buffer:
-    """Another process's, to read from.
+    """Maps another process's buffer for reading.
 
     Args:
-        place: what it says of it.
-        connection: on which it came.
+        place: the process's description of the buffer.
+        connection: the connection that ``place`` came on.
 
     Raises:
-        RemoteProtocolError: it is not what it was said to be.
+        RemoteProtocolError: there is no buffer, or it does not match its description.
     """
     if place is None:
         raise RemoteProtocolError(f"{connection.who} named no buffer where one belongs")

@@ -1,6 +1,6 @@
 """Buckets as messages of a process group, for peers without shared memory: other nodes, and GPUs that NCCL connects.
 
-The same two sides as in `keepstep.weights.channels.flow`. A message is a slot as it stands: bucket and checksum.
+It has the same two sides as `keepstep.weights.channels.flow`. A message is the content of a slot: bucket and checksum.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.memory.pieces import CHECKSUM_BYTES
 
 BUCKET_TAG = 0x4B531
-"""Under which buckets travel; each side of a transfer sends and receives them in the order of the plan."""
+"""Tag of messages with buckets. Each side sends and receives them in the order of the plan."""
 
 
 class Carrier(Protocol):
-    """What moves tensors between two ranks."""
+    """Sends and receives tensors between two ranks."""
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> dist.Work:
         """Begins to send; waiting for the handle may raise RuntimeError."""
@@ -35,9 +35,9 @@ class GroupOutlet:
 
     def __init__(self, group: Carrier, buckets: Sequence[Bucket], slots: Sequence[torch.Tensor]) -> None:
         """Args:
-        group: connected.
-        buckets: what is sent from here.
-        slots: where each is gathered, uint8.
+        group: a connected group.
+        buckets: the buckets that this rank sends.
+        slots: the slots into which buckets are gathered, uint8.
         """
         self._group, self._slots = group, slots
         self._buckets = {bucket.index: bucket for bucket in buckets}
@@ -61,14 +61,14 @@ class GroupOutlet:
 
 
 class GroupInlet:
-    """The receiving side of one transfer, from one source. The next bucket comes while this one is looked at."""
+    """The receiving side of one transfer, from one source. It prefetches the next bucket while the caller uses one."""
 
     def __init__(self, group: Carrier, source: int, buckets: Sequence[Bucket], slots: Sequence[torch.Tensor]) -> None:
         """Args:
-        group: connected.
-        source: a rank.
-        buckets: all that comes from it, in its order.
-        slots: where they come, uint8.
+        group: a connected group.
+        source: rank of the source.
+        buckets: all buckets from this source, in its order.
+        slots: the slots to receive into, uint8.
         """
         self._group, self._source, self._slots = group, source, slots
         self._due = iter(enumerate(buckets))

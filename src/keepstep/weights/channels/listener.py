@@ -31,14 +31,14 @@ from keepstep.protocol.transfer.messages import (
 from keepstep.weights.channels.connection import Connection, ConnectionStalled, same_user, wait, what_of
 
 INTRODUCTION_S = 2.0
-"""For a process that dials to say who it is: it has nothing to wait for before that."""
+"""Timeout for the first message of a connecting process."""
 POLL_INTERVAL_S = 0.25
-"""Between two looks whether a listener that does not answer has been replaced: its process may be stopped."""
+"""Interval between two checks whether a listener that does not answer was replaced: its process may be suspended."""
 MAX_PATH_BYTES = 96
-"""Of a socket's name. Linux' struct sockaddr_un has 107, of which a new listener needs some for its first name."""
+"""Limit for a socket's path. Linux's struct sockaddr_un allows 107 bytes; a new listener's temporary name is longer."""
 NO_BRIDGE = "if it is on another node, each node needs 'keepstep run --weights' or 'keepstep weights serve'"
 RETRY_S = 0.02
-"""Between two attempts to dial a listener that is not there yet: no event tells of a socket that begins to listen."""
+"""Interval between two attempts to connect to a listener that does not exist yet."""
 
 
 def listener_path(folder: Path, rank: int) -> Path:
@@ -56,15 +56,15 @@ def listener_path(folder: Path, rank: int) -> Path:
 
 
 def far_path(folder: Path) -> Path:
-    """Where the process listens that stands in for the devices of other nodes. Hardly longer than `listener_path`."""
+    """The socket path of the process that represents the devices of other nodes."""
     return folder / "far.sock"
 
 
 def make_private(folder: Path) -> None:
-    """Makes the folder, for this user alone.
+    """Creates the folder with access for this user only, if it does not exist.
 
     Raises:
-        ConfigurationError: it belongs to another user, or others may write in it.
+        ConfigurationError: the folder belongs to another user, or other users may write to it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
@@ -73,12 +73,12 @@ def make_private(folder: Path) -> None:
 
 
 class Listener:
-    """Answers those who dial, in a thread of its own, until `close`."""
+    """Accepts connections in threads of its own until `close`."""
 
     def __init__(self, path: Path, answer: Callable[[Connection, AnyTransferMessage], None]) -> None:
         """Args:
-        path: of the socket; one that is there already is replaced, its process is gone or replaced too.
-        answer: given each new connection with its first message; runs in the listener's threads, owns the connection.
+        path: path of the socket. An existing socket is replaced: its process is gone, or is being replaced.
+        answer: called in the listener's threads with each new connection, which it owns, and its first message.
         """
         self._path, self._answer = path, answer
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -93,7 +93,7 @@ class Listener:
         threading.Thread(target=self._listen, name="keepstep-listener", daemon=True).start()
 
     def close(self) -> None:
-        """Closes it; connections that came through it stay."""
+        """Stops accepting connections. Accepted connections stay open."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -127,13 +127,20 @@ class Listener:
 def dial(
     path: Path, introduction: AnyTransferMessage, who: str, until_s: float, stop: CancelToken | None = None
 ) -> tuple[Connection, Welcomed]:
-    """Opens a connection to a device; waits for its listener if it is not there yet.
+    """Connects to a device. Waits for the device's listener if it does not exist yet.
+
+    Args:
+        path: socket path of the listener.
+        introduction: the first message.
+        who: name of the device, for messages.
+        until_s: deadline on the monotonic clock.
+        stop: cancels the wait.
 
     Raises:
-        Cancelled: by ``stop``.
-        ConnectionStalled: no listener, or no answer, in time.
-        StaleGeneration: this process's generation is over.
-        RemoteProtocolError: refused for another reason.
+        Cancelled: ``stop`` was set.
+        ConnectionStalled: there was no listener, or no answer, in time.
+        StaleGeneration: the device refused this process because its generation is over.
+        RemoteProtocolError: the device refused this process for another reason.
     """
     return _dial_first(lambda: [_Way(path, introduction)], who, path, until_s, stop)
 
@@ -145,7 +152,7 @@ def dial_rank(
     until_s: float,
     stop: CancelToken | None = None,
 ) -> tuple[Connection, Welcomed]:
-    """As `dial`, to a device that is on this node or on another one whose bridge has a link to that of this node."""
+    """As `dial`, to the device of a rank on this node, or on another node that is linked with this one."""
     here = listener_path(folder, rank)
     ways = [_Way(here, introduction), _Way(far_path(folder), FarCalled(rank, introduction), unless=here)]
     return _dial_first(lambda: ways, f"rank {rank}", here, until_s, stop)
@@ -167,7 +174,7 @@ def dial_any(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Way:
-    """Where to dial, and what to say there; ``unless`` another listener begins, which is nearer."""
+    """A path to dial, and the first message to send. The attempt ends if a closer listener appears at ``unless``."""
 
     path: Path
     introduction: AnyTransferMessage
@@ -177,7 +184,7 @@ class _Way:
 def _dial_first(
     ways: Callable[[], Sequence[_Way]], who: str, where: Path, until_s: float, stop: CancelToken | None
 ) -> tuple[Connection, Welcomed]:
-    """Tries one way after the other, until one of them leads to a listener that answers."""
+    """Tries the ways in turn until a listener answers."""
     while True:
         problem, is_absent = "no process listens", False
         for way in ways():

@@ -1,4 +1,4 @@
-"""The other devices that have opened connections to this one, for one purpose each."""
+"""Connections from other devices to this one, for one purpose each."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ Introduction = TypeVar("Introduction", DeviceCalled, UpdateOffered)
 
 
 class Callers(Generic[Introduction]):
-    """Lines that others have opened to this process, the latest of each, and what they said they are for. Any thread.
+    """The latest connection from each other device, with its introduction. Any thread may call the methods.
 
-    One thread, that which publishes or its coordinator, uses the connections and closes those that were replaced.
+    Only one thread, the publishing one or its coordinator, uses the connections and closes replaced ones.
     """
 
     def __init__(self) -> None:
         self.changed = CancelToken()
-        """Set when one was added."""
+        """Set when a connection was added."""
         self._present: dict[int, tuple[Introduction, Connection]] = {}
         self._replaced: list[Connection] = []
-        """The threads that wait on them have been woken."""
+        """Replaced connections, shut down but not closed yet."""
         self._is_closed = False
         self._lock = threading.Lock()
 
     def add(self, introduction: Introduction, connection: Connection, welcome: Callable[[], None]) -> None:
-        """A connection was opened; the one that this rank had before is closed.
+        """Adds a connection. It replaces an earlier connection of the same rank, and shuts that down.
 
         Args:
-            introduction: whose it is, and what for.
-            connection: belongs to this object from now on.
-            welcome: answers it. Once it knows it is here, and it is told nothing else before.
+            introduction: the caller's first message: its rank and purpose.
+            connection: the connection. This object owns it from now on.
+            welcome: sends the answer. No other message is sent before it.
 
         Raises:
-            PeerLost: from ``welcome``, or because no caller is let in any more; the connection is not here then.
+            PeerLost: from ``welcome``, or because this object is closed. The connection is not added then.
         """
         with self._lock:
             if self._is_closed:
@@ -50,7 +50,7 @@ class Callers(Generic[Introduction]):
             self.changed.set()
 
     def present(self) -> dict[int, tuple[Introduction, Connection]]:
-        """Those that are there, by rank."""
+        """The current connections by rank, with their introductions. Closes replaced ones."""
         with self._lock:
             for connection in self._replaced:
                 connection.close()
@@ -58,11 +58,11 @@ class Callers(Generic[Introduction]):
             return dict(self._present)
 
     def connections(self) -> dict[int, Connection]:
-        """The connections alone."""
+        """The current connections by rank."""
         return {rank: connection for rank, (_introduction, connection) in self.present().items()}
 
     def take(self, rank: int, connection: Connection) -> bool:
-        """The connection belongs to the caller from now on, unless another one has taken its place."""
+        """Transfers a connection to the caller of this method. Returns False if another one has replaced it."""
         with self._lock:
             if (present := self._present.get(rank)) is None or present[1] is not connection:
                 return False
@@ -70,7 +70,7 @@ class Callers(Generic[Introduction]):
             return True
 
     def close(self) -> None:
-        """Closes all of them; no caller is let in any more."""
+        """Closes all connections, and refuses new ones from now on."""
         with self._lock:
             self._is_closed = True
         for rank, connection in self.connections().items():

@@ -1,4 +1,4 @@
-"""The loop around the coordinator's machine: one update, in a thread of rank 0."""
+"""Runs the coordinator's state machine for one update, in a thread of rank 0."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from keepstep.weights.device.callers import Callers
 
 
 class Coordinator:
-    """Collects the offers and reports of all devices, and tells each verdict to those that take part.
+    """Collects the offers and reports of all devices, and sends each verdict to the members of the update.
 
-    It also says that it is there, so that no device takes a long update for a lost coordinator.
+    It also sends signs of life, so that no device takes the coordinator for lost in a long update.
     """
 
     def __init__(self, terms: Terms, offers: Callers[UpdateOffered], sign_s: float, former: Agreement | None) -> None:
         """Args:
-        terms: of the update.
-        offers: those that have come; more may. Those of later updates stay there.
-        sign_s: how often it says that it is there.
-        former: the agreement of the update before.
+        terms: terms of the update.
+        offers: the offers of devices; more may arrive. Offers of later updates stay there.
+        sign_s: interval of signs of life, in seconds.
+        former: agreement of the previous update.
         """
         self._machine = UpdateMachine(terms, time.monotonic(), former)
         self._offers, self._sign_s = offers, sign_s
         self._connections: dict[int, Connection] = {}
-        """To the devices that take part, by rank."""
+        """Connections to the members of the update, by rank."""
         self._broken_off: tuple[str, str] | None = None
 
     @property
     def agreement(self) -> Agreement | None:
-        """For the next update."""
+        """This update's agreement, as the input of the next update."""
         return self._machine.agreement
 
     def break_off(self, culprit: str, reason: str) -> None:
-        """The update cannot count. Any thread."""
+        """Aborts the update. Any thread."""
         self._broken_off = culprit, reason
         self._offers.changed.set()
 
     def run(self) -> None:
-        """Until the update has ended, one way or the other. The verdict is the last thing on each connection."""
+        """Runs until the update is committed or aborted. The verdict is the last message on each connection."""
         machine = self._machine
         sign_due_s = time.monotonic() + self._sign_s
         while not machine.is_over:
@@ -67,7 +67,7 @@ class Coordinator:
             connection.close()
 
     def _look_around(self) -> list[Verdict]:
-        """Takes in who has come."""
+        """Handles new offers."""
         if self._broken_off is not None:
             return self._machine.abort(*self._broken_off)
         verdicts: list[Verdict] = []
@@ -107,7 +107,7 @@ class Coordinator:
         return self._machine.lost(rank, reason)
 
     def _tell(self, *messages: Verdict | StillThere) -> None:
-        """Tells all devices. One that cannot be told is lost, and that may be a verdict too."""
+        """Sends messages to all members. A member that cannot be reached is lost, which may cause another verdict."""
         untold = deque(messages)
         while untold:
             message = untold.popleft()
@@ -116,7 +116,7 @@ class Coordinator:
                     untold += self._lose(rank, reason)
 
     def _tell_one(self, connection: Connection, message: Verdict | StillThere) -> str | None:
-        """Why it cannot be told."""
+        """Sends a message. Returns None, or the reason of a failure."""
         try:
             connection.send(message, time.monotonic() + self._sign_s)
         except PeerLost as error:

@@ -1,4 +1,4 @@
-"""One device among those that publish: its listener, its buffers, and who is connected to it."""
+"""One publishing device: its listener, its buffers, and its connections."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from keepstep.weights.memory.buffers import Buffer, make_buffer
 from keepstep.weights.memory.pieces import SLOT_EXTRA_BYTES
 
 NUM_SLOTS = 4
-"""Of each buffer: some are filled while others are read, so that a process that is awake has more than one to deal
-with. Measured with four devices on two cores, an update takes a sixth less processor time than with two slots."""
+"""Number of slots in each buffer: some are filled while others are read, so that a scheduled process has work for more
+than one. With four devices on two cores, an update takes a sixth less processor time than with two slots."""
 NUM_GPU_SLOTS = 2
-"""Of each buffer on a GPU, where there are two of them: one slot is filled while the other is read."""
+"""Number of slots in each of the two buffers on a GPU: one slot is filled while the other is read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """What a device is told; see `keepstep.weights.publisher.Publisher`."""
+    """Settings of a device; see `keepstep.weights.publisher.Publisher`."""
 
     folder: Path
     rank: int
@@ -53,39 +53,39 @@ class Settings:
 
     @property
     def limits(self) -> Limits:
-        """How buckets are filled: what is half a bucket or more does not wait for others."""
+        """The sizes by which tensors are packed into buckets. A piece of half a bucket or more gets its own bucket."""
         return Limits(self.bucket_bytes, self.bucket_bytes // 2)
 
     @property
     def has_ipc(self) -> bool:
-        """Whether buckets are copied into a buffer of the device's own: on a GPU. Consumers read in host memory of any
-        device."""
+        """Whether the device copies buckets into an IPC buffer of its own: on a GPU. In host memory, consumers read the
+        buffers of all devices directly."""
         return self.buffers_on.type != "cpu"
 
     def first_slot(self, rank: int) -> int:
-        """The number that consumers of this device have for the first slot of a device's H2D buffer.
+        """The number by which consumers of this device know the first slot of a rank's H2D buffer.
 
-        This device's own is the one in `Welcomed`.
+        The buffer in `Welcomed` is this device's own.
         """
         return 0 if rank == self.rank else NUM_SLOTS * (1 + rank)
 
     def first_late_slot(self, rank: int) -> int:
-        """The same, for buffers that a device has for consumers that come late."""
+        """The same, for the buffers for consumers that attach late."""
         return NUM_SLOTS * (1 + self.world_size + rank)
 
     @property
     def sign_s(self) -> float:
-        """How often a device and the coordinator show that they are there."""
+        """Interval of signs of life from a device and the coordinator, in seconds."""
         return min(1.0, self.deadline_s / 4)
 
     def make_buffer(self) -> Buffer:
-        """A new buffer for buckets of this size."""
+        """Allocates a buffer for buckets of this size."""
         num_slots = NUM_GPU_SLOTS if self.has_ipc else NUM_SLOTS
         return make_buffer(self.buffers_on, num_slots, self.bucket_bytes + SLOT_EXTRA_BYTES)
 
 
 class Device:
-    """What lasts from one update to the next. The listener's threads and the publishing one meet here."""
+    """The state of a device that lasts between updates. The listener's threads and the publishing thread share it."""
 
     def __init__(
         self,
@@ -95,21 +95,21 @@ class Device:
         asked: Callable[[Connection, msg.CatchUpCalled], None],
     ) -> None:
         """Args:
-        settings: of this device.
-        generation: of the membership.
-        came: told of each consumer that has attached itself, and of the version it has.
-        asked: given the connection of each device that asks for what was published last; it owns the connection.
+        settings: settings of this device.
+        generation: generation of the membership.
+        came: called with each new consumer and the version that it has.
+        asked: called with the connection of each device that requests the last version; it owns the connection.
         """
         self.settings, self.generation = settings, generation
         self.subscriber_registry = SubscriberRegistry()
         self.readers = Callers[msg.DeviceCalled]()
-        """Of this device's H2D buffer."""
+        """Connections of the devices that read this device's H2D buffer."""
         self.offers = Callers[msg.UpdateOffered]()
-        """For the coordinator, where this device is that."""
+        """Connections with offers, if this device runs the coordinator."""
         self.agreement: Agreement | None = None
-        """Of the last update that was coordinated here."""
+        """Agreement of the last update that this device coordinated."""
         self.sent: SentVersion | None = None
-        """What this device sent of the last version that counts."""
+        """The record of the last committed version that this device sent, as base for delta updates."""
         self._came, self._asked = came, asked
         self._numbers = threading.Lock()
         self._last_update = 0
@@ -120,40 +120,40 @@ class Device:
             settings.folder, settings.rank, settings.world_size, settings.buffers_on, settings.first_slot
         )
         self._listener: Listener | None = None
-        self._door_path = listener_path(settings.folder, settings.rank)
+        self._listener_path = listener_path(settings.folder, settings.rank)
 
     def open(self) -> None:
-        """From now on others find it; the callbacks that are told of them must be ready."""
-        self._listener = Listener(self._door_path, self._answer)
+        """Starts the listener. The callbacks may be called from now on."""
+        self._listener = Listener(self._listener_path, self._answer)
 
     @property
     def shared(self) -> Buffer:
-        """What its consumers map from the begin: the IPC buffer, or the H2D buffer where there is none."""
+        """The buffer that consumers map when they attach: the IPC buffer, or the H2D buffer if there is none."""
         return self.h2d if self.ipc is None else self.ipc
 
     @property
     def buffer_bytes(self) -> int:
-        """Of its buffers together."""
+        """Total size of the buffers in bytes."""
         return self.h2d.num_bytes + (0 if self.ipc is None else self.ipc.num_bytes)
 
     @property
     def last_update(self) -> int:
-        """The highest number of an update that was here."""
+        """The highest update number so far."""
         return self._last_update
 
     def saw_update(self, update: int) -> None:
-        """An update of this number has been agreed on."""
+        """Records the number of an update that all devices have agreed on."""
         with self._numbers:
             self._last_update = max(self._last_update, update)
 
     def number_update(self) -> int:
-        """A number for an update of this device's own."""
+        """Returns a new number for an update of this device's own."""
         with self._numbers:
             self._last_update += 1
             return self._last_update
 
     def close(self) -> None:
-        """Ends all connections and gives the buffers back."""
+        """Closes all connections and frees the buffers."""
         if self._listener is not None:
             self._listener.close()
         self.source_connections.drop()
@@ -165,12 +165,12 @@ class Device:
             self.ipc.close()
 
     def _answer(self, connection: Connection, message: AnyTransferMessage) -> None:
-        """A process dials. Runs in the listener's threads."""
+        """Handles a new connection. Runs in the listener's threads."""
         try:
             self._welcome(connection, message)
         except PeerLost:
             connection.close()
-        except BaseException:  # the caller must not wait for an answer that does not come
+        except BaseException:  # closes the connection, so that the caller does not wait for an answer
             connection.close()
             raise
 
@@ -203,7 +203,7 @@ class Device:
                 if proxied is not None:
                     attached.number, attached.proxy = proxied.number, self.subscriber_registry.proxy(proxied.proxy)
                     if attached.proxy is None:
-                        raise ConnectionEnded(name, "came without its proxy, which is gone")
+                        raise ConnectionEnded(name, "attached through a proxy that has disconnected")
                 is_mapped = proxied is None
                 self.subscriber_registry.add(
                     attached, lambda: self.welcome_to(self.shared, connection, until_s, is_mapped=is_mapped)
@@ -216,7 +216,7 @@ class Device:
     def _refused(
         self, called: msg.DeviceCalled | msg.UpdateOffered | msg.CatchUpCalled | msg.SubscriberCalled
     ) -> msg.Refused | None:
-        """Why this caller is sent away."""
+        """The refusal for a caller of another generation or an invalid rank; None if the caller is accepted."""
         if called.generation > self.generation:
             reason = f"it is of generation {self.generation}, the caller of {called.generation}"
             return msg.Refused(reason, stale=False)
@@ -230,10 +230,12 @@ class Device:
         return None
 
     def welcome_to(self, buffer: Buffer, connection: Connection, until_s: float, *, is_mapped: bool = True) -> None:
-        """Answers a caller that wants to read in a buffer, or (not ``is_mapped``) whose proxy does.
+        """Answers a caller with the description of a buffer and, if ``is_mapped``, its descriptors.
+
+        A consumer behind a proxy gets no descriptors: the proxy maps the buffer.
 
         Raises:
-            PeerLost: it is gone.
+            PeerLost: the caller is gone.
         """
         place, descriptors = buffer.share()
         connection.send(

@@ -1,7 +1,7 @@
-"""Serves a consumer that attaches late with the last version, without effect on the others.
+"""Sends the last version to a consumer that attaches late, without affecting other consumers.
 
-Its device asks every source of the plan, including itself. The same stages move the buckets, over separate connections
-and buffers. This needs copies of the weights, because live ones have changed since.
+The consumer's device requests the buckets from every source of the plan, including itself. The same stages move the
+buckets, over separate connections and buffers. This needs copies of the weights, because the live weights have changed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from keepstep.weights.spans import Spans
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PublishedCopy:
-    """What was published last, as long as its copies are not overwritten."""
+    """The last published version. Valid until its copies are overwritten."""
 
     version: int
     layout: Layout
@@ -46,33 +46,33 @@ class PublishedCopy:
 
 
 class LateSubscribers:
-    """All that one device does for late consumers, each in a thread of its own, one after the other."""
+    """Serves a device's late consumers, one after the other, each in a thread of its own."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._changed = threading.Condition()
         self._kept: PublishedCopy | None = None
         self._is_changing = False
-        """Whether an update is under way, of which this device will keep what it published."""
+        """Whether an update is running whose version will become the kept one."""
         self._late: list[tuple[Attached, int | None]] = []
-        """Those who came while nothing was kept."""
+        """Consumers that attached while no version was kept."""
         self._num_running = 0
         self._stop = CancelToken()
         self._turn = threading.Lock()
-        """Whose turn it is to be brought something, by way of one IPC buffer where there is one."""
+        """Held while one consumer is served: there is only one IPC buffer."""
         self._turn_to_serve = threading.Lock()
-        """Whose turn it is to have the H2D buffer."""
+        """Held while this device's H2D buffer is in use for one request."""
         self._buffers: dict[str, Buffer] = {}
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the buffers made so far; they are made when the first late consumer comes, and kept."""
+        """Total size of the buffers in bytes. They are allocated for the first late consumer, and kept."""
         return sum(buffer.num_bytes for buffer in self._buffers.values())
 
     # ---- the thread that publishes ----------------------------------------------------------------------------------
 
     def keep(self, device: Device, kept: PublishedCopy, served: Collection[Attached]) -> None:
-        """From now on this is what late consumers get; also those who came in the meantime, except for those served."""
+        """Sets the version for late consumers. It also serves those that attached since `forget`, except ``served``."""
         with self._changed:
             self._kept = kept
             late, self._late = self._late, []
@@ -82,7 +82,7 @@ class LateSubscribers:
                 self.came(device, attached, version)
 
     def forget(self) -> None:
-        """What is kept is about to change: breaks off what is under way, and waits until it has ended."""
+        """Drops the kept version, which is about to change. Cancels running transfers and waits until they end."""
         with self._changed:
             self._kept, self._is_changing = None, True
             self._stop.set()
@@ -90,13 +90,13 @@ class LateSubscribers:
             self._stop.clear()
 
     def settle(self) -> None:
-        """The change is over, whether or not something is kept now."""
+        """Ends the change that `forget` began, whether or not a version is kept now."""
         with self._changed:
             self._is_changing = False
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends everything."""
+        """Cancels running transfers and frees the buffers."""
         self.forget()
         self.settle()
         for buffer in self._buffers.values():
@@ -106,11 +106,11 @@ class LateSubscribers:
     # ---- for a consumer of this device ------------------------------------------------------------------------------
 
     def came(self, device: Device, attached: Attached, version: int | None) -> None:
-        """A consumer has attached itself, with this version."""
+        """Serves a new consumer of this device, unless it already has the kept version."""
         with self._changed:
             if self._kept is None:
                 self._late.append((attached, version))
-            elif version != self._kept.version:  # it may have a higher one, where a job went back or started over
+            elif version != self._kept.version:  # also if it is higher: the job may have gone back or started over
                 self._num_running += 1
                 arguments = (device, attached, self._kept)
                 threading.Thread(target=self._bring, args=arguments, name="keepstep-catch-up", daemon=True).start()
@@ -143,7 +143,7 @@ class LateSubscribers:
             ipc = IpcBuffer(self._buffer("ipc"), self._settings.first_late_slot(rank))
         for shared in sources.values() if ipc is None else [ipc]:
             attached.share(shared.first_slot, shared.buffer)
-        attached.holds = None  # it came without it
+        attached.holds = None  # it does not have the version
         tell_begin(msg.UpdateBeganFor(update, kept.version, device.generation, layout, ()), {0: attached})
         receiving = ReceiveStage(update, plan, sources, ipc, {0: attached}, deadline_s, self._stop, Spans())
         receiving.run()
@@ -161,9 +161,9 @@ class LateSubscribers:
     # ---- for a consumer of any device -------------------------------------------------------------------------------
 
     def serve(self, device: Device, connection: Connection, called: msg.CatchUpCalled) -> None:
-        """Another device asks for this one's part; runs in a thread of the listener, and owns the connection.
+        """Sends this device's buckets to another device. Runs in a thread of the listener, and owns the connection.
 
-        The other device may have come to the end of an update a moment before this one, which waits for its own end.
+        The other device may finish an update a moment before this one, so this method first waits for `settle`.
         """
         deadline_s = self._settings.deadline_s
         until_s = time.monotonic() + deadline_s
@@ -181,7 +181,7 @@ class LateSubscribers:
             with self._turn_to_serve:
                 self._serve_now(device, connection, called, kept)
         except (PeerLost, CannotGoOn, Cancelled):
-            pass  # the process that asked sees the end of the connection
+            pass  # the requesting device sees the end of the connection
         finally:
             connection.close()
             if kept is not None:

@@ -19,12 +19,12 @@ from keepstep.weights.memory.buffers import Buffer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceBuffer:
-    """A device as one that reads from it sees it.
+    """A reader's connection to a source device.
 
     Attributes:
-        connection: to it.
-        buffer: its H2D buffer.
-        first_slot: number of the buffer's first slot for the consumers of the device that reads, if they map it, too.
+        connection: connection to the source.
+        buffer: H2D buffer of the source.
+        first_slot: number by which the reader's consumers know the buffer's first slot, if they map it as well.
     """
 
     connection: Connection
@@ -32,34 +32,39 @@ class SourceBuffer:
     first_slot: int
 
     def close(self) -> None:
-        """Ends the connection, and maps the buffer no more."""
+        """Closes the connection and unmaps the buffer."""
         self.connection.close()
         self.buffer.close()
 
 
 class SourceConnections:
-    """Opened by this device; each connection that has ended is opened again before the next update."""
+    """This device's connections to all sources. A connection that has ended is reopened before the next update."""
 
     def __init__(
         self, folder: Path, rank: int, world_size: int, buffers_on: torch.device, first_slot: Callable[[int], int]
     ) -> None:
         """Args:
-        folder: of the listeners.
-        rank, world_size: of this device.
-        buffers_on: where all devices have their buffers.
-        first_slot: of each rank; see `SourceBuffer`.
+        folder: folder of the listeners.
+        rank, world_size: rank of this device, and number of devices.
+        buffers_on: device of the buffers; its type is the same on all ranks.
+        first_slot: returns the first slot number for a rank; see `SourceBuffer`.
         """
         self._folder, self._rank, self._world_size, self._buffers_on = folder, rank, world_size, buffers_on
         self._first_slot = first_slot
         self.sources: dict[int, SourceBuffer] = {}
 
     def connect(self, generation: int, until_s: float, stop: CancelToken) -> None:
-        """Opens what is missing.
+        """Opens the missing connections.
+
+        Args:
+            generation: generation of the membership.
+            until_s: deadline on the monotonic clock.
+            stop: cancels the wait.
 
         Raises:
-            ConnectionStalled: a device's listener stays closed.
+            ConnectionStalled: a device did not answer in time.
             StaleGeneration: ``generation`` is over.
-            Cancelled: by ``stop``.
+            Cancelled: ``stop`` was set.
         """
         for rank, source in list(self.sources.items()):
             if source.connection.has_ended:
@@ -78,6 +83,6 @@ class SourceConnections:
         return SourceBuffer(connection, buffer, self._first_slot(rank))
 
     def drop(self) -> None:
-        """Closes every connection: what an update that broke off left on them shall meet no other."""
+        """Closes every connection, so that messages of an aborted update cannot reach a later one."""
         for rank in list(self.sources):
             self.sources.pop(rank).close()

@@ -1,9 +1,9 @@
 """The work of one device in one update: two concurrent stages, each in its own thread.
 
-The first copies the blocks of which this device is the source from host memory into the H2D buffer. The second passes
-every needed bucket on to the consumers of this device: in host memory they map the source's H2D buffer, and get the
+The first stage copies the blocks of which this device is the source into the H2D buffer. The second stage forwards each
+needed bucket to the consumers of this device. In host memory the consumers map the source's H2D buffer and get the
 number of the slot; on GPUs the stage copies the bucket into this device's IPC buffer. The third stage, the reload, runs
-in the processes of the consumers (`keepstep.weights.subscriber`). Each stage waits for one slot or bucket at a time.
+in the consumers' processes (`keepstep.weights.subscriber`). Each stage waits for one slot or bucket at a time.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from keepstep.weights.memory.pieces import CHECKSUM_BYTES, Held
 from keepstep.weights.spans import Span, Spans
 
 DEVICE_PATIENCE_S = 0.2
-"""Beyond a consumer's deadline, for a device that holds a slot: one that waits for its consumer lets that one go
-before it is taken for the culprit, having waited no less long."""
+"""Added to a consumer's deadline for a device that holds a slot. So a device that waits for its consumer drops the
+consumer before it is itself taken for the culprit."""
 SOURCE_PATIENCE_S = 0.45
-"""Beyond a consumer's deadline, for a source that sends nothing: it may be waiting for a device to free a slot."""
+"""Added to a consumer's deadline for a source that sends nothing: it may be waiting for a device to free a slot."""
 
 
 SWITCH_PATIENCE_S = 0.2
-"""Beyond a consumer's deadline, for it to switch to a version: it waits itself for those who use its weights."""
+"""Added to a consumer's deadline for its switch to a version: it may be waiting for users of its weights."""
 
 
 class CannotGoOn(Exception):
-    """The update cannot count; ``culprit`` is to blame, or seems to be if it only ``stalled``."""
+    """The update must be aborted. ``culprit`` is the cause, or the suspect if it only ``stalled``."""
 
     def __init__(self, culprit: str, reason: str, stalled: bool = False) -> None:
         super().__init__(f"{culprit}: {reason}")
@@ -60,12 +60,12 @@ class CannotGoOn(Exception):
 
     @classmethod
     def because_of(cls, rank: int, error: Exception) -> CannotGoOn:
-        """Something went wrong with another device."""
+        """The error for a failure of another device."""
         return cls(f"rank {rank}", what_of(error), isinstance(error, Stalled | ConnectionStalled))
 
 
 class RankPlan:
-    """A plan as one device carries it out."""
+    """One device's part of a plan."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout
@@ -82,7 +82,7 @@ class RankPlan:
         return self._sizes[bucket]
 
     def prepare(self, held: Sequence[Held]) -> None:
-        """Says what is gathered.
+        """Sets the tensors to gather from.
 
         Args:
             held: this device's tensors, in the order in which it offered them.
@@ -97,19 +97,19 @@ class RankPlan:
         """Gathers one of its own buckets, and returns the checksum.
 
         Args:
-            number: among ``own``.
-            slot: where to; the same one each time.
+            number: index of the bucket in ``own``.
+            slot: the destination; always the same one for a bucket.
         """
-        if number not in self._gathers:  # what the next update uses again
+        if number not in self._gathers:  # kept for the next update
             self._gathers[number] = copy_of(slot, self.own[number], self._tensors)
         return self._gathers[number].gather()
 
 
 class Announcing(Protocol):
-    """What hands the slots of a buffer to those who read them, and knows when they are free."""
+    """Announces the slots of a buffer to their readers, and tracks when the slots are free."""
 
     def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
-        """A bucket lies in a slot."""
+        """Announces a bucket in a slot."""
         ...
 
     def wait_until_free(self, slot: int) -> None:
@@ -135,10 +135,10 @@ class SendStage:
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
-        plan: what this device is the source of.
-        h2d: where it is gathered.
-        outlet: to the ranks that read there.
-        spans: where the stage notes when it was busy.
+        plan: this device's part of the plan.
+        h2d: the H2D buffer into which buckets are gathered.
+        outlet: announces buckets to the ranks that read the buffer.
+        spans: records the times at which the stage is busy.
         moved: called after each bucket.
         """
         self._plan, self._h2d, self._outlet, self._spans, self._moved = plan, h2d, outlet, spans, moved
@@ -146,7 +146,7 @@ class SendStage:
 
     def run(self) -> None:
         """Raises:
-        CannotGoOn: another device is gone or stands.
+        CannotGoOn: another device is gone or stalled.
         Cancelled: the update has been aborted.
         """
         for number, bucket in enumerate(self._plan.own):
@@ -163,7 +163,7 @@ class SendStage:
 def device_outlet(
     update: int, plan: RankPlan, readers: Mapping[int, Connection], deadline_s: float, stop: CancelToken
 ) -> Outlet:
-    """To the devices that read in this one's H2D buffer; one that is lost ends the update."""
+    """Creates the outlet for the devices that read this one's H2D buffer. The loss of one aborts the update."""
     patience_s = deadline_s + DEVICE_PATIENCE_S
     return Outlet(update, readers, patience_s, stop, _blame_device, _nothing_else, plan.size_of)
 
@@ -177,7 +177,7 @@ def _nothing_else(rank: int, message: AnyTransferMessage) -> None:
 
 
 class IpcBuffer(NamedTuple):
-    """A buffer of this device, and the number of its first slot for consumers."""
+    """An IPC buffer of this device, and the number by which consumers know its first slot."""
 
     buffer: Buffer
     first_slot: int
@@ -186,7 +186,7 @@ class IpcBuffer(NamedTuple):
 class ReceiveStage:
     """The second stage: from the H2D buffers of the sources to the consumers of this device.
 
-    A slot is the source's again when all those consumers have let it go or, where it is copied, after that.
+    The stage frees a slot of a source when all these consumers have freed it; if it copies the bucket, after the copy.
     """
 
     name = "broadcast"
@@ -203,26 +203,26 @@ class ReceiveStage:
         spans: Spans,
     ) -> None:
         """Args:
-        update: its number.
-        plan: what comes here.
-        sources: the devices, by rank.
-        ipc: where buckets are copied; None: the consumers map the buffers of the sources.
-        consumers: those here that take part, by index of the reader. They know the buffers.
-        deadline_s: how long a consumer may show nothing; a device may a little longer.
-        stop: ends all waits.
-        spans: where the stage notes when it was busy.
+        update: number of the update.
+        plan: this device's part of the plan.
+        sources: connections to the sources, by rank.
+        ipc: the buffer into which buckets are copied; None: the consumers map the sources' buffers.
+        consumers: this device's consumers in the update, by reader index. They have mapped the buffers.
+        deadline_s: time without progress after which a consumer counts as lost; for a device it is a little longer.
+        stop: cancels all waits.
+        spans: records the times at which the stage is busy.
         """
         self._update, self._plan, self._ipc, self._spans = update, plan, ipc, spans
         self._deadline_s = deadline_s
         patience_s = deadline_s + SOURCE_PATIENCE_S
         self._sources = sources
         self._inlets = {
-            # This device's own first stage finds out for itself what holds it up.
+            # The device's own first stage reports by itself what it waits for.
             rank: Inlet(update, each.connection, each.buffer, patience_s if rank != plan.rank else 2 * patience_s, stop)
             for rank, each in sources.items()
         }
         self._lent: dict[int, tuple[int, int]] = {}
-        """By number of a slot for consumers: whose it is, and its number there."""
+        """Number of a slot for consumers -> (rank of its owner, its number in the owner's buffer)."""
         self._consumers = consumers
         connections = {reader: consumer.connection for reader, consumer in consumers.items()}
         lose, hear, size_of = self._lose, self._hear, plan.size_of
@@ -235,31 +235,31 @@ class ReceiveStage:
         self._checksums: dict[int, bytes] = {}
         self.failures: list[SubscriberLost | LoadError | ChecksumMismatch] = []
         self.reloads: tuple[Span, ...] = ()
-        """The first ones of the first consumer that has everything, on its machine's clock."""
+        """The first reload times of the first consumer that has loaded everything, on its machine's clock."""
         self.num_moved = 0
 
     def run(self) -> None:
         """Raises:
-        CannotGoOn: a source is gone or stands.
+        CannotGoOn: a source is gone or stalled.
         Cancelled: the update has been aborted.
         """
         for number, bucket in enumerate(self._plan.coming):
             self._pass_on(bucket, number)
             self.num_moved += 1
         self._outlet.wait_while(lambda: self._outlet.readers - self._loaded)
-        self._outlet.wait_until_all_free()  # a consumer of another node says what it has before its node lets go
+        self._outlet.wait_until_all_free()  # a consumer on another node reports before its node frees the slots
 
     @property
     def loaded(self) -> list[Attached]:
-        """The consumers that have all of it."""
+        """The consumers that have loaded the complete version."""
         return [self._consumers[reader] for reader in sorted(self._loaded & self._outlet.readers)]
 
     def hand_over(self, version: int, stop: CancelToken) -> None:
-        """The version counts: waits until the consumers that have all of it have switched to it.
+        """Tells the consumers that the version is committed, and waits until those in `loaded` have switched to it.
 
         Args:
-            version: its number.
-            stop: ends the wait; a consumer that has not switched by then does so when it can.
+            version: number of the version.
+            stop: ends the wait. A consumer that has not switched by then switches later.
         """
         patience_s = self._deadline_s + SWITCH_PATIENCE_S
         tell(self.loaded, VersionCommitted(self._update, version))
@@ -290,7 +290,7 @@ class ReceiveStage:
             raise CannotGoOn.because_of(bucket.source, error) from None
 
     def _lend(self, bucket: Bucket, theirs: int) -> None:
-        """The consumers read in the source's buffer."""
+        """Announces a slot of the source's buffer to the consumers, which read it directly."""
         source = self._sources[bucket.source]
         slot = source.first_slot + theirs
         with self._spans.of(self.name, bucket.index):
@@ -299,7 +299,7 @@ class ReceiveStage:
             self._outlet.announce(bucket.index, slot, bucket.readers)
 
     def _give_back(self, slot: int) -> None:
-        """The consumers have let a slot go; one that was lent is its source's again."""
+        """Called when the consumers have freed a slot. Frees it at its source, if it is a source's slot."""
         if (lent := self._lent.pop(slot, None)) is not None:
             rank, theirs = lent
             try:
@@ -308,7 +308,7 @@ class ReceiveStage:
                 raise CannotGoOn.because_of(rank, error) from None
 
     def _copy(self, bucket: Bucket, theirs: int, slot: int, ipc: IpcBuffer) -> None:
-        """The consumers read in this device's buffer."""
+        """Copies the bucket into this device's IPC buffer and announces it to the consumers."""
         self._outlet.wait_until_free(ipc.first_slot + slot)
         with self._spans.of(self.name, bucket.index):
             content = self._sources[bucket.source].buffer.view(theirs)
@@ -333,7 +333,7 @@ class ReceiveStage:
                 self._outlet.leave_out(reader, RemoteProtocolError(f"sent {other!r:.80}"))
 
     def _compare(self, reader: int, checksum: bytes) -> None:
-        """A consumer says that it has everything."""
+        """Compares the checksum of a consumer that has loaded everything."""
         own = (self._checksums.get(each.index, b"") for each in self._plan.coming if reader in each.readers)
         if checksum == checksum_of_version(own):
             self._loaded.add(reader)
@@ -345,24 +345,24 @@ class ReceiveStage:
         tell([consumer], UpdateAborted(self._update, TransferFault.CHECKSUM, consumer.name, reason))
 
     def _lose(self, reader: int, error: PeerLost | RemoteProtocolError) -> None:
-        """A consumer is gone or stands: the others go on, and it has to attach itself again."""
+        """Removes a consumer that is lost or stalled. The others continue, and it must attach again."""
         consumer = self._consumers[reader]
         self.failures.append(SubscriberLost(f"{consumer.name}: {what_of(error)}"))
         consumer.connection.close()
 
 
 class Stages:
-    """Both stages at work, each in a thread of its own."""
+    """Runs both stages, each in a thread of its own."""
 
     def __init__(self, sending: SendStage | None, receiving: ReceiveStage | None, stop: CancelToken) -> None:
         """Starts them.
 
         Args:
-            sending, receiving: those that there are.
-            stop: the one that they were given; closed by `close`.
+            sending, receiving: the stages; None if the device has no such stage.
+            stop: the stages' cancel token. `close` closes it.
         """
         self.changed = CancelToken()
-        """Set when one of them has ended."""
+        """Set when a stage has ended."""
         self._stop = stop
         self._stages = [stage for stage in (sending, receiving) if stage is not None]
         self._num_done = 0
@@ -384,13 +384,13 @@ class Stages:
         """Whether all have come to their end."""
         return self._num_done == len(self._stages)
 
-    def take_error(self) -> Exception | None:
-        """Why one of them could not go on, if there is one."""
+    def first_error(self) -> Exception | None:
+        """Returns the first error of a stage, None if there is none, and clears ``changed``."""
         self.changed.clear()
         return self._errors[0] if self._errors else None
 
     def close(self) -> None:
-        """Stops those that are still at work, and waits for them."""
+        """Cancels running stages and waits for their threads."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -403,6 +403,6 @@ class Stages:
             self._num_done += 1
         except Cancelled:
             return
-        except Exception as error:  # reported and raised again by the thread that publishes
+        except Exception as error:  # the publishing thread reports it and raises it again
             self._errors.append(error)
         self.changed.set()

@@ -25,17 +25,17 @@ from keepstep.weights.channels.connection import Connection, ConnectionEnded
 from keepstep.weights.memory.buffers import Buffer
 
 NOTICE_S = 0.1
-"""For telling a consumer something; one that does not read finds out by its own deadline."""
+"""Timeout for a message to a consumer. A consumer that does not read notices by its own deadline."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Proxy:
-    """A process that stands in for consumers of other nodes: what several of them are told is said to it once.
+    """A process that represents consumers on other nodes. A message to several of them is sent to it once.
 
     Attributes:
-        name: its own.
-        connection: to it.
-        mapped: buffers beside the one in `Welcomed` in which buckets may lie for it, by the number of the first slot.
+        name: name of the process.
+        connection: connection to the process.
+        mapped: further buffers that it has mapped besides the one in `Welcomed`, by the number of the first slot.
     """
 
     name: str
@@ -45,17 +45,17 @@ class Proxy:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Attached:
-    """A consumer on this device.
+    """A consumer that is attached to this device.
 
     Attributes:
-        consumer: what it is called and wants.
-        connection: to it. With a proxy it is heard there, and told nothing.
-        delta: whether it keeps what it has, and need not get it again.
-        holds: the version that it took in the latest update, over this connection; used by the publishing thread.
-        mapped: as that of `Proxy`.
-        version: the last that it is known to have, for the eye.
-        proxy: what stands in for it, if it is on another node.
-        number: of it, among the consumers of its proxy.
+        consumer: its name, and the tensors that it wants.
+        connection: connection to it. With a proxy, this connection only receives; the proxy's connection sends.
+        delta: whether it uses delta updates.
+        holds: the version that it got in the latest update on this connection; used by the publishing thread.
+        mapped: further buffers that it has mapped; see `Proxy`.
+        version: the last version that it is known to have; for display only.
+        proxy: its proxy, if it is on another node.
+        number: its number among the consumers of its proxy.
     """
 
     consumer: Consumer
@@ -74,11 +74,11 @@ class Attached:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it cannot be told anything any more."""
+        """Whether its connection, or its proxy's, has ended."""
         return self.connection.has_ended or (self.proxy is not None and self.proxy.connection.has_ended)
 
     def share(self, first_slot: int, buffer: Buffer) -> None:
-        """Tells it of a buffer of which it does not know yet; its slots have numbers from ``first_slot`` on."""
+        """Shares a buffer with the consumer, unless it has mapped it. Its slots are numbered from ``first_slot``."""
         told = self.proxy or self
         if told.mapped.get(first_slot) is not buffer:
             told.mapped[first_slot] = buffer
@@ -90,12 +90,12 @@ def tell_begin(update: UpdateBeganFor, consumers: Mapping[int, Attached]) -> Non
     """Tells consumers that an update begins.
 
     Args:
-        update: of which ``members`` are to be filled in.
-        consumers: those that take part, by reader.
+        update: the message; this function fills in ``members``.
+        consumers: the consumers in the update, by reader index.
     """
     members: dict[Proxy, list[ProxiedReader]] = {}
     for reader, each in consumers.items():
-        base, each.holds = each.holds, None  # until it has taken this one: in place it may be in between
+        base, each.holds = each.holds, None  # set again after the update: in-place weights may mix two versions
         if each.proxy is None:
             began = UpdateBegan(update.update, update.version, update.generation, update.layout, reader, base)
             _tell(each.connection, began)
@@ -106,20 +106,20 @@ def tell_begin(update: UpdateBeganFor, consumers: Mapping[int, Attached]) -> Non
 
 
 def tell(consumers: Iterable[Attached], notice: Notice) -> None:
-    """Tells consumers something; one that cannot be told has to come again."""
+    """Sends a notice to consumers. Closes the connection of one that cannot be reached, which must attach again."""
     for connection, message in _packed(consumers, notice):
         _tell(connection, message)
 
 
 def show_sign(consumers: Iterable[Attached], notice: Notice) -> None:
-    """Tells consumers something that does not matter to one that reads nothing at the moment."""
+    """Sends consumers a sign of life, without waiting. It is dropped if a consumer does not read."""
     for connection, message in _packed(consumers, notice):
         with contextlib.suppress(PeerLost):
             connection.send(message, time.monotonic())
 
 
 def _packed(consumers: Iterable[Attached], notice: Notice) -> list[tuple[Connection, AnyTransferMessage]]:
-    """What is to be sent, and on which connections: one message for all that share a proxy."""
+    """The connections and messages for a notice: one message for all consumers of a proxy."""
     packed: list[tuple[Connection, AnyTransferMessage]] = []
     numbers: dict[Proxy, list[int]] = {}
     for each in consumers:
@@ -138,25 +138,25 @@ def _tell(connection: Connection, message: AnyTransferMessage, descriptors: Sequ
 
 
 class SubscriberRegistry:
-    """Who is attached, by name, in the order in which they came. Any thread."""
+    """The attached consumers by name, in the order of attaching. Any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._present: dict[str, Attached] = {}
         self._proxies: dict[str, Proxy] = {}
         self._replaced: list[Connection] = []
-        """The threads that wait on them have been woken; each closes its own connection."""
+        """Replaced connections, shut down but not closed yet."""
         self._is_closed = False
 
     def add(self, attached: Attached, welcome: Callable[[], None]) -> None:
-        """A consumer has come; one of the same name that was there is replaced.
+        """Adds a consumer. It replaces a consumer of the same name.
 
         Args:
             attached: the consumer.
-            welcome: tells it so. Once it knows it is present, and it is told nothing else before.
+            welcome: sends the answer to the consumer. No other message is sent before it.
 
         Raises:
-            PeerLost: from ``welcome``, or because no consumer is let in any more; it is not present then.
+            PeerLost: from ``welcome``, or because the registry is closed. The consumer is not added then.
         """
         with self._changed:
             self._let_in(attached.connection, welcome)
@@ -167,7 +167,7 @@ class SubscriberRegistry:
             self._changed.notify_all()
 
     def add_proxy(self, proxy: Proxy, welcome: Callable[[], None]) -> None:
-        """As `add`. Consumers of a former one of the same name are gone."""
+        """Adds a proxy, as `add`. Consumers of a replaced proxy of the same name are lost."""
         with self._changed:
             self._let_in(proxy.connection, welcome)
             if (former := self._proxies.pop(proxy.name, None)) is not None:
@@ -181,27 +181,27 @@ class SubscriberRegistry:
         welcome()
 
     def proxy(self, name: str) -> Proxy | None:
-        """The one of this name, if it is there."""
+        """The connected proxy of this name, or None."""
         with self._changed:
             there = self._proxies.get(name)
             return None if there is None or there.connection.has_ended else there
 
     def present(self) -> list[Attached]:
-        """The consumers that are there now; those that have gone are forgotten."""
+        """The currently attached consumers. Removes those whose connections have ended."""
         with self._changed:
             return self._forget_gone()
 
     def versions(self) -> tuple[tuple[str, int | None], ...]:
-        """Each consumer that is there now, and the version it has.
+        """Name and version of each attached consumer.
 
-        It drops none of those that have ended from the registry, so an update may be under way.
+        It removes no consumer from the registry, so it may be called during an update.
         """
-        with self._changed, contextlib.suppress(OSError, ValueError):  # the thread that publishes closes one just now
+        with self._changed, contextlib.suppress(OSError, ValueError):  # the publishing thread may be closing one
             return tuple((each.name, each.version) for each in self._present.values() if not each.has_ended)
         return ()
 
     def wait_for(self, num_consumers: int, timeout_s: float) -> bool:
-        """Waits until so many are attached; whether they came in time."""
+        """Waits until ``num_consumers`` are attached. Returns False if ``timeout_s`` seconds pass first."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._forget_gone()) >= num_consumers, timeout_s)
 
@@ -220,7 +220,7 @@ class SubscriberRegistry:
         return list(self._present.values())
 
     def close(self) -> None:
-        """Ends all connections; no consumer is let in any more."""
+        """Closes all connections, and refuses new consumers from now on."""
         with self._changed:
             self._is_closed = True
             connections = [each.connection for each in self._forget_gone()]

@@ -37,10 +37,10 @@ class WeightUpdate:
 
     def __init__(self, device: Device, version: int, blocks: Sequence[NamedBlock], stop: CancelToken) -> None:
         """Args:
-        device: where.
-        version: which.
-        blocks: what this device is a source of.
-        stop: ends the update, as if this device had failed.
+        device: the device.
+        version: number of the version.
+        blocks: the blocks of which this device is a source.
+        stop: aborts the update, as if this device had failed.
         """
         self._device, self._version, self._blocks, self._stop = device, version, blocks, stop
         self._settings = device.settings
@@ -48,17 +48,20 @@ class WeightUpdate:
         self.spans = Spans()
         self.failures: list[KeepstepError] = []
         self.sent_bytes = self.unchanged_bytes = 0
-        """Of this device's buckets: what went to at least one device, and what has not changed since the last."""
+        """Bytes of this device's buckets that were sent to at least one device, and bytes that had not changed."""
         self.reloads: tuple[Span, ...] = ()
-        """The first ones of one consumer here, on its machine's clock."""
+        """The first reload times of one consumer on this device, on its machine's clock."""
         self.served: list[Attached] = []
-        """The consumers here that have the version."""
+        """The consumers on this device that have the version."""
 
     def run(self, former: RankPlan | None) -> RankPlan:
-        """Carries it out; what the next update may use again if nothing changes.
+        """Runs the update. Returns its plan, which the next update reuses if nothing changes.
+
+        Args:
+            former: the plan of the previous update.
 
         Raises:
-            UpdateFailed: it did not come about. All connections to devices have been closed.
+            UpdateFailed: the update was aborted. All connections to devices have been closed.
         """
         try:
             listener = self._offer()
@@ -95,7 +98,7 @@ class WeightUpdate:
 
     @contextlib.contextmanager
     def _coordinating(self) -> Iterator[None]:
-        """On rank 0 the coordinator is at work inside."""
+        """A context in which rank 0 runs the coordinator."""
         settings, device = self._settings, self._device
         if settings.rank != COORDINATOR:
             yield
@@ -127,7 +130,7 @@ class WeightUpdate:
             raise UpdateFailed(notice.fault, notice.culprit, notice.reason) from None
 
     def _notice_of(self, error: BaseException) -> msg.UpdateAborted:
-        """What others are told of an error that ends the update here."""
+        """The message to others about an error that aborts the update on this device."""
         if isinstance(error, UpdateFailed):
             return error.notice
         reason = "it was interrupted" if isinstance(error, Cancelled) else repr(error)
@@ -184,7 +187,7 @@ class WeightUpdate:
         return plan
 
     def _begin(self, agreed: msg.UpdateAgreed, plan: RankPlan) -> Mapping[int, Attached]:
-        """Tells the consumers what comes, and those that cannot take it why; the others, by index of the reader."""
+        """Tells each consumer that the update begins, or why it cannot take part. Returns the members by reader."""
         taking = {}
         mapped = {bucket.source for bucket in plan.coming} - {plan.rank} if self._device.ipc is None else set()
         sources = [self._device.source_connections.sources[rank] for rank in sorted(mapped)]
@@ -204,7 +207,7 @@ class WeightUpdate:
         return taking
 
     def _follow(self, listener: CoordinatorConnection, update: int, stages: Stages, consumers: list[Attached]) -> None:
-        """Reports how the stages fare, until the coordinator has spoken its verdict."""
+        """Reports the progress of the stages until the coordinator sends its verdict."""
         is_prepared, num_moved = False, 0
         sign_due_s = time.monotonic() + self._settings.sign_s
         while True:
@@ -231,8 +234,8 @@ class WeightUpdate:
                         listener.blame(f"it sent {other!r:.80}")
 
     def _check(self, listener: CoordinatorConnection, update: int, stages: Stages) -> None:
-        """Reports a stage that cannot go on."""
-        error = stages.take_error()
+        """Reports a stage that has failed."""
+        error = stages.first_error()
         if error is None:
             return
         if isinstance(error, CannotGoOn):

@@ -22,12 +22,12 @@ from keepstep.weights.channels.connection import Connection, ConnectionStalled, 
 COORDINATOR = 0
 """The rank that coordinates updates."""
 COORDINATOR_PATIENCE_S = 0.65
-"""Beyond a consumer's deadline, for a device that shows no movement: more than devices have for each other, so that
-the process that waits for the culprit itself has told it before."""
+"""Added to a consumer's deadline for a device that reports no progress. It is more than devices grant each other, so
+that the process that waits for the culprit reports first."""
 DEVICE_PATIENCE_S = 0.8
-"""Beyond a consumer's deadline, for a coordinator that says nothing: it may be waiting for another process itself."""
+"""Added to a consumer's deadline for a coordinator that sends nothing: it may itself be waiting for another process."""
 VERDICT_S = 0.2
-"""For the coordinator to say who is to blame for a stall."""
+"""How long to wait for the coordinator to name the cause of a stall."""
 _ERRORS: dict[TransferFault, type[KeepstepError]] = {
     TransferFault.LOST: PublisherLost,
     TransferFault.CHECKSUM: ChecksumMismatch,
@@ -37,12 +37,12 @@ _ERRORS: dict[TransferFault, type[KeepstepError]] = {
 
 
 def error_of(notice: UpdateAborted, what: str) -> KeepstepError:
-    """The error for ``what`` did not come about."""
+    """The exception for an aborted update. ``what`` is the first part of its message."""
     return _ERRORS[notice.fault](f"{what}: {notice.culprit}: {notice.reason}")
 
 
 class UpdateFailed(Exception):
-    """The update did not come about; ``notice`` is what all consumers here are told."""
+    """The update was aborted. ``notice`` is the message for all consumers of this device."""
 
     def __init__(self, fault: TransferFault, culprit: str, reason: str) -> None:
         super().__init__(f"{culprit}: {reason}")
@@ -50,7 +50,7 @@ class UpdateFailed(Exception):
 
 
 class CoordinatorConnection:
-    """Knows when the coordinator was last heard of."""
+    """A device's connection to the coordinator. It tracks the time of the coordinator's last message."""
 
     def __init__(self, connection: Connection, deadline_s: float, stop: CancelToken) -> None:
         self.connection = connection
@@ -60,16 +60,16 @@ class CoordinatorConnection:
 
     @property
     def until_s(self) -> float:
-        """When it counts as lost, if it sends nothing before."""
+        """When the coordinator counts as lost unless it sends something before."""
         return self._heard_s + self._deadline_s + DEVICE_PATIENCE_S
 
     def send(self, message: AnyTransferMessage) -> None:
-        """Reports. If the coordinator is gone, or wants no more reports, `receive` says what it said last."""
+        """Sends a report. If the coordinator has closed the connection, `receive` returns its last message."""
         with contextlib.suppress(PeerLost):
             self.connection.send(message, self.until_s)
 
     def receive(self) -> AnyTransferMessage | None:
-        """The next verdict, or None if it was a sign of life.
+        """Waits for the next verdict. Returns None for a sign of life.
 
         Raises:
             UpdateFailed: the update was aborted, or the coordinator is gone.
@@ -87,11 +87,11 @@ class CoordinatorConnection:
         return None if isinstance(message, StillThere) else message
 
     def hear_about(self, suspected: UpdateFailed) -> NoReturn:
-        """Waits for a moment for what the coordinator says of a stall that was reported: it hears all devices.
+        """Waits briefly for the coordinator's verdict on a reported stall. The coordinator has reports of all devices.
 
         Raises:
-            UpdateFailed: its verdict; that it is lost itself, if it has been silent for long; or ``suspected``.
-            Cancelled: by the stop.
+            UpdateFailed: the verdict; or the loss of the coordinator, if it has been silent for long; or ``suspected``.
+            Cancelled: the cancel token was set.
         """
         silent_s = time.monotonic() - self._heard_s
         until_s = time.monotonic() + VERDICT_S
@@ -102,5 +102,5 @@ class CoordinatorConnection:
         raise suspected
 
     def blame(self, reason: str) -> NoReturn:
-        """The coordinator is lost."""
+        """Raises `UpdateFailed` for the loss of the coordinator."""
         raise UpdateFailed(TransferFault.LOST, f"rank {COORDINATOR}", reason)

@@ -73,22 +73,22 @@ class NamedBlock:
         return str(self.held.tensor.dtype).removeprefix("torch.")
 
     def as_held(self) -> HeldPart:
-        """What a source says of it."""
+        """The description of this entry in a source's offer."""
         form = TensorForm(self.names, self.dtype, self.whole, self.held.tensor.element_size())
         return HeldPart(form, self.held.box)
 
     def as_want(self, recipe: Recipe | None = None, convert: Convert = Conversion.EXACT) -> Want:
-        """What a consumer says of it, and how it is made and converted, if a name map says it."""
+        """The description of this entry in a consumer's request, with the recipe and conversion of its name map."""
         start = None if self.held.box == whole(self.whole) else self.held.box.start
         return Want(self.names, self.dtype, self.held.box.shape, start, recipe, convert)
 
 
 def named_blocks(weights: Weights) -> list[NamedBlock]:
-    """The entries of some weights in their order, each tensor once, under all its names.
+    """The entries of weights in their order, each tensor once, under all its names.
 
     Raises:
-        ConfigurationError: something there is no dense tensor, or a DTensor whose place is not one block; or a name
-            cannot be written.
+        ConfigurationError: a value is no dense tensor, or a DTensor whose local part is not one block; or a name cannot
+            be encoded in UTF-8.
     """
     by_place: dict[tuple[object, ...], int] = {}
     found: list[NamedBlock] = []
@@ -116,7 +116,7 @@ def _check_name(name: str) -> None:
 
 
 def fingerprint(weights: Weights) -> list[tuple[str, int, int]]:
-    """What changes when a tensor is replaced, or moves in memory."""
+    """A fingerprint that changes if a tensor is replaced or moves in memory."""
     return [(name, id(value), _local(value).data_ptr()) for name, value in _entries(weights)]
 
 
@@ -136,10 +136,10 @@ def _local(value: torch.Tensor | Block) -> torch.Tensor:
 
 
 def block_of(name: str, tensor: torch.Tensor) -> NamedBlock:
-    """What this rank holds of one tensor: all of it, or its part of a DTensor. The memory is the tensor's own.
+    """This rank's block of one tensor: the whole tensor, or the local part of a DTensor. It shares the memory.
 
     Raises:
-        ConfigurationError: a DTensor whose part is not one block.
+        ConfigurationError: the tensor is a DTensor whose local part is not one block.
     """
     if not is_dtensor(tensor):
         shape = tuple(tensor.shape)
@@ -160,7 +160,7 @@ def _entries(weights: Weights) -> Iterator[tuple[str, torch.Tensor | Block]]:
 
 
 def _place_of(block: Block) -> tuple[object, ...] | None:
-    """Where it is: equal for tied tensors. None for one without elements, which has no place."""
+    """A key for the block's memory, equal for tied tensors. None for a block without elements."""
     tensor = block.tensor
     if not tensor.numel():
         return None
@@ -194,7 +194,7 @@ def _block_of_dtensor(name: str, value: torch.Tensor) -> Block:
 
 
 def _is_scattered(value: DTensor) -> bool:
-    """Whether this rank's rows lie apart: cut with a stride, and not cut again by as many ranks as it skips."""
+    """Whether this rank's rows are not adjacent: strided sharding that no further sharding makes contiguous."""
     for dim, placement in enumerate(value.placements):
         factor = getattr(placement, "split_factor", 1)
         later = [
@@ -214,7 +214,7 @@ def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copies_of(blocks: Sequence[NamedBlock], pinned: bool) -> list[NamedBlock]:
-    """The same entries in contiguous host memory of their own, content undefined; ``pinned`` where a GPU reads it."""
+    """Allocates uninitialized, contiguous copies of the entries in host memory; ``pinned`` if a GPU reads them."""
     return [
         dataclasses.replace(block, held=Held(_host_like(block.held.tensor, pinned), block.held.box)) for block in blocks
     ]

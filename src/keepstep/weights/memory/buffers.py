@@ -1,9 +1,9 @@
 """A buffer of fixed slots in shared memory, written by one process and read by others.
 
-It is a memory file (`memfd_create`): it has no name that another process could open, is not limited by ``/dev/shm``,
-and disappears with the last process that has it. Its memory is allocated at creation, so a lack of memory is an error
-then, and does not kill the process later at the first access. Other processes can only read it: the kernel refuses to
-map it for writing (F_SEAL_FUTURE_WRITE), so a consumer cannot corrupt data that others are reading.
+It is a memory file (`memfd_create`). It has no name that another process could open, ``/dev/shm`` does not limit its
+size, and it disappears with the last process that has it open. Its memory is allocated at creation. So a lack of memory
+raises an error then, and does not kill the process at the first access. Other processes can only read it: the kernel
+refuses to map it for writing (F_SEAL_FUTURE_WRITE), so a consumer cannot corrupt data that others are reading.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from keepstep.weights.memory.gpu_buffers import GpuBuffer
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x0010) | fcntl.F_SEAL_SEAL
 MAX_SLOTS = 64
-"""More than any transfer uses; what claims more is refused before memory is mapped for it."""
+"""More than any transfer uses. A larger claim of a peer is refused before memory is mapped for it."""
 
 
 class Buffer(Protocol):
-    """What a stage writes and the next one reads: slots of the same size, in memory of any kind."""
+    """A buffer that one stage writes and the next one reads: slots of the same size, in host or GPU memory."""
 
     num_slots: int
     slot_bytes: int
@@ -50,11 +50,11 @@ class Buffer(Protocol):
         ...
 
     def fill(self, slot: int, source: torch.Tensor, num_bytes: int) -> None:
-        """Copies the first bytes of another buffer's slot into one of this, which others may read when it returns."""
+        """Copies the first ``num_bytes`` of ``source`` into a slot. The copy is complete when it returns."""
         ...
 
     def share(self) -> tuple[BufferPlace, list[int]]:
-        """How one other process finds it: what to tell it, and descriptors to send along."""
+        """Returns the description and the file descriptors that one other process needs to map the buffer."""
         ...
 
     def close(self) -> None:
@@ -76,14 +76,14 @@ class SlotBuffer:
         self._address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
         self._views: dict[int, torch.Tensor] = {}
         self.at_close: list[Callable[[], None]] = []
-        """Done before the memory is given back. Who puts something in takes it out again."""
+        """Callbacks that `close` runs before it frees the memory. The owner of a callback removes it again."""
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int) -> SlotBuffer:
-        """A new one, all of its memory taken.
+        """Creates a buffer and allocates all of its memory.
 
         Raises:
-            BufferUnavailable: there is not enough memory, or a limit of this process is too low.
+            BufferUnavailable: there is not enough memory, or a resource limit of this process is too low.
         """
         size = num_slots * slot_bytes
         if size > free_bytes():
@@ -103,10 +103,10 @@ class SlotBuffer:
 
     @classmethod
     def attach(cls, descriptor: int, num_slots: int, slot_bytes: int) -> SlotBuffer:
-        """Another process's, to read from. Takes over ``descriptor``.
+        """Maps another process's buffer for reading. Takes ownership of ``descriptor``.
 
         Raises:
-            RemoteProtocolError: the file is not as large as it was said to be.
+            RemoteProtocolError: the file does not have the described size, or cannot be mapped.
         """
         size = os.fstat(descriptor).st_size
         if not (0 < num_slots <= MAX_SLOTS and slot_bytes > 0 and num_slots * slot_bytes == size):
@@ -123,7 +123,7 @@ class SlotBuffer:
         return self.num_slots * self.slot_bytes
 
     def address(self, slot: int) -> int:
-        """Where a slot begins in this process."""
+        """The address of a slot in this process."""
         return self._address + slot * self.slot_bytes
 
     def view(self, slot: int) -> torch.Tensor:
@@ -153,12 +153,12 @@ class SlotBuffer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotPart:
-    """The first bytes of a slot. It keeps the buffer, so that its memory stays.
+    """The first bytes of a slot. It holds a reference to the buffer, which keeps the memory alive.
 
     Attributes:
-        buffer: in which.
-        slot: its number there.
-        num_bytes: how many.
+        buffer: the buffer.
+        slot: number of the slot.
+        num_bytes: number of bytes.
     """
 
     buffer: SlotBuffer
@@ -167,28 +167,28 @@ class SlotPart:
 
     @property
     def address(self) -> int:
-        """Where they begin in this process."""
+        """The address of the first byte in this process."""
         return self.buffer.address(self.slot)
 
     @property
     def content(self) -> memoryview:
-        """They themselves; writing to it writes the slot. Valid until the buffer is closed."""
+        """A view of the bytes; writing to it writes the slot. Valid until the buffer is closed."""
         return self.buffer.view(self.slot).numpy().data[: self.num_bytes]
 
 
 Fill = Callable[[SlotPart | None], None]
-"""Writes a bucket to where it belongs; None: no consumer wants it any more."""
+"""Writes a bucket into a slot. Called with None if no consumer wants the bucket any more."""
 
 
 class SharedSlots:
-    """Slots of buffers of other processes, under numbers that those processes have given them. Used by one thread."""
+    """Slots of other processes' buffers, under the numbers that those processes assigned. Used by one thread."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, Buffer] = {}
         self._places: dict[int, tuple[Buffer, int]] = {}
 
     def add(self, first_slot: int, buffer: Buffer) -> None:
-        """Owns another buffer from now on; one that had the same numbers is closed."""
+        """Adds a buffer and takes ownership of it. Closes a former buffer with the same numbers."""
         if (former := self._buffers.get(first_slot)) is not None:
             self._places = {slot: place for slot, place in self._places.items() if place[0] is not former}
             former.close()
@@ -196,7 +196,7 @@ class SharedSlots:
         self._places |= {first_slot + slot: (buffer, slot) for slot in range(buffer.num_slots)}
 
     def find(self, slot: int, num_bytes: int) -> torch.Tensor | None:
-        """A slot, uint8, valid until its buffer is closed; None if there is none of this number and so many bytes."""
+        """A slot, uint8, valid until its buffer is closed. None if the number is unknown or the slot is too small."""
         if (place := self._places.get(slot)) is None or place[0].slot_bytes < num_bytes:
             return None
         buffer, number = place
@@ -234,7 +234,7 @@ def _unavailable(size: int, num_slots: int, reason: str) -> str:
 
 @contextmanager
 def _without_signal(number: int) -> Iterator[None]:
-    """Beyond RLIMIT_FSIZE the kernel sends a signal that ends the process; here the error shall be told instead."""
+    """Blocks the signal that would end the process beyond RLIMIT_FSIZE, so that the call raises an error instead."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield

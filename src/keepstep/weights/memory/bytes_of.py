@@ -26,9 +26,9 @@ def copy_bytes(to: int, source: int, num_bytes: int) -> None:
 def copy_flat(to: torch.Tensor, source: torch.Tensor) -> None:
     """Copies the bytes of one flat tensor to another of the same size, uint8 [n].
 
-    Between host memory and a GPU it is launched on the current stream: the host may go on, and ``source`` must not be
-    freed or written to, before an event behind it has come. CUDA copies to and from memory that is not pinned before
-    it returns, or has read it all.
+    Between host memory and a GPU the copy is asynchronous, on the current stream. The caller must not free or write to
+    ``source`` before an event recorded after the copy has completed. With unpinned memory, CUDA returns only after it
+    has completed the copy or has read the source.
     """
     if to.device.type == source.device.type == "cpu":
         copy_bytes(to.data_ptr(), source.data_ptr(), source.numel())
@@ -37,7 +37,7 @@ def copy_flat(to: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def address_of(memory: memoryview) -> int:
-    """Where some bytes lie, be they writable or not."""
+    """The address of a memoryview, writable or not."""
     return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
 
 

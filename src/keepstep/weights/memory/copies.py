@@ -20,14 +20,14 @@ from keepstep.weights.memory.pieces import CHECKSUM_BYTES, Held
 
 
 class Copy(Protocol):
-    """Between one bucket's slot and the tensors here. It computes the bucket's checksum on the way."""
+    """Copies between one bucket's slot and the local tensors, and computes the bucket's checksum."""
 
     def gather(self) -> bytes:
-        """Tensors to slot; the checksum. All of it is there when it returns."""
+        """Copies tensors to the slot and returns the checksum. The copy is complete when it returns."""
         ...
 
     def scatter(self) -> bytes:
-        """Slot to tensors; the checksum of what was in the slot."""
+        """Copies the slot to tensors and returns the checksum of the slot's content."""
         ...
 
 
@@ -37,14 +37,14 @@ def copy_of(slot: torch.Tensor, bucket: Bucket, held: Mapping[int, Sequence[Held
     Args:
         slot: uint8, memory of at least the bucket's size.
         bucket: whose pieces are copied.
-        held: by index of the tensor: what of it is here. Its box holds a piece or has nothing of it.
+        held: index of a tensor -> its local blocks. A block contains a piece completely or not at all.
     """
     return GpuCopy(slot, bucket, held) if slot.is_cuda else HostCopy(slot, bucket, held)
 
 
 def seal(slot: torch.Tensor, bucket: Bucket, checksum: bytes) -> None:
     """Writes the checksum of a bucket behind it."""
-    if not slot.is_cuda:  # an operation of torch takes ten times as long
+    if not slot.is_cuda:  # a torch operation would take ten times as long
         ctypes.memmove(slot.data_ptr() + bucket.num_bytes, checksum, CHECKSUM_BYTES)
         return
     with on_stream(slot.device):

@@ -9,7 +9,7 @@ from keepstep.protocol.transfer.messages import BufferPlace, GpuMemory
 from keepstep.weights.memory.gpu_copies import on_stream
 
 _ALIGNMENT_BYTES = 256
-"""Of each slot, as torch and CUDA align what they allocate."""
+"""Alignment of each slot in bytes, as torch and CUDA align their allocations."""
 
 
 class MemoryNotMapped(RuntimeError):
@@ -24,16 +24,16 @@ class GpuBuffer:
 
     def __init__(self, memory: torch.Tensor, num_slots: int, slot_bytes: int) -> None:
         """Args:
-        memory: uint8, of that size or larger.
-        num_slots: how many.
-        slot_bytes: of each.
+        memory: uint8, at least ``num_slots * slot_bytes`` bytes.
+        num_slots: number of slots.
+        slot_bytes: size of each slot.
         """
         self._memory: torch.Tensor | None = memory
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
 
     @classmethod
     def create(cls, device: torch.device, num_slots: int, slot_bytes: int) -> GpuBuffer:
-        """A new one, whose slots may be a little larger.
+        """Allocates a buffer. Its slots may be larger than ``slot_bytes``, for alignment.
 
         Raises:
             BufferUnavailable: the GPU has not enough memory left.
@@ -50,11 +50,11 @@ class GpuBuffer:
 
     @classmethod
     def attach(cls, place: BufferPlace) -> GpuBuffer:
-        """Another process's, to read from.
+        """Maps another process's buffer for reading.
 
         Raises:
-            RemoteProtocolError: this process does not see that GPU, or the memory is smaller than it was said to be.
-            MemoryNotMapped: CUDA does not map it.
+            RemoteProtocolError: this process does not see that GPU, or the memory is smaller than described.
+            MemoryNotMapped: CUDA cannot map the memory.
         """
         assert place.gpu is not None
         memory = map_memory(place.gpu)
@@ -75,13 +75,13 @@ class GpuBuffer:
         return self._memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def fill(self, slot: int, source: torch.Tensor, num_bytes: int) -> None:
-        """See `keepstep.weights.memory.buffers.Buffer`. From another GPU it goes directly, where both can."""
+        """See `keepstep.weights.memory.buffers.Buffer`. A copy from another GPU is peer-to-peer if both support it."""
         own = self.view(slot)[:num_bytes]
         with on_stream(own.device):
             own.copy_(source[:num_bytes], non_blocking=True)
 
     def share(self) -> tuple[BufferPlace, list[int]]:
-        """See `keepstep.weights.memory.buffers.Buffer`. Torch counts those who have it: once for each time."""
+        """See `keepstep.weights.memory.buffers.Buffer`. Torch counts the receivers: call it once for each process."""
         assert self._memory is not None
         return BufferPlace(self.num_slots, self.slot_bytes, share_memory(self._memory)), []
 
@@ -91,17 +91,17 @@ class GpuBuffer:
 
 
 def share_memory(memory: torch.Tensor) -> GpuMemory:
-    """How one other process of this machine maps a tensor, uint8 [n] on a GPU."""
+    """Returns the CUDA IPC handle by which one other process on this machine maps a tensor, uint8 [n] on a GPU."""
     index, handle, size, offset, counter, counter_offset, event, must_wait = memory.untyped_storage()._share_cuda_()
     return GpuMemory(uuid_of(index), handle, size, offset, counter, counter_offset, event, must_wait)
 
 
 def map_memory(gpu: GpuMemory) -> torch.Tensor:
-    """Another process's tensor, uint8 [n]. It is on that process's GPU, on which this one opens a context, too.
+    """Maps another process's tensor, uint8 [n]. This process opens a CUDA context on the tensor's GPU.
 
     Raises:
         RemoteProtocolError: this process does not see that GPU.
-        MemoryNotMapped: CUDA does not do it.
+        MemoryNotMapped: CUDA cannot map the memory.
     """
     index = _index_of(gpu.gpu)
     try:
@@ -121,7 +121,7 @@ def map_memory(gpu: GpuMemory) -> torch.Tensor:
 
 
 def uuid_of(index: int) -> str:
-    """Of a GPU that this process sees. Asking opens no context on it."""
+    """The UUID of a visible GPU. It does not open a CUDA context."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
@@ -133,7 +133,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def _index_of(uuid: str) -> int:
-    """Under which number this process knows a GPU."""
+    """The CUDA device index of a GPU in this process."""
     seen = visible_gpus()
     if uuid not in seen:
         raise RemoteProtocolError(f"a buffer is on GPU {uuid}, which this process does not see (CUDA_VISIBLE_DEVICES)")

@@ -1,6 +1,6 @@
-"""Copies between a slot on a GPU and tensors, on streams of their own, and a checksum that a GPU computes quickly.
+"""Copies between a slot on a GPU and tensors, on separate streams, and a checksum that is fast on a GPU.
 
-Everything here but the streams works on any device of torch.
+Everything in this module except the streams works on any torch device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _streams = threading.local()
 
 @contextlib.contextmanager
 def on_stream(device: torch.device) -> Iterator[None]:
-    """What is begun inside runs on a stream of this thread's own, beside everything else; on leaving it is done."""
+    """Runs the block's kernels on a stream of this thread. On exit it waits until they have completed."""
     if device.type != "cuda":
         yield
         return
@@ -40,23 +40,23 @@ def on_stream(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_device_of(stream: torch.cuda.Stream) -> Iterator[None]:
-    """What is begun inside runs on a stream, whichever device this thread is on.
+    """Runs the block's kernels on a stream, whatever the current device of this thread is.
 
-    A new thread is on the first GPU. ``torch.cuda.stream`` alone goes back there at its end by ``cudaSetDevice``, which
-    opens a context on that GPU since CUDA 12; ``torch.cuda.device`` goes back without, where none was opened before.
+    The current device of a new thread is the first GPU. On exit, ``torch.cuda.stream`` alone would call
+    ``cudaSetDevice`` for that GPU, which opens a context there since CUDA 12. ``torch.cuda.device`` does not open one.
     """
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 
 
 class GpuCopy:
-    """Between one bucket's slot and the tensors here; as `keepstep.weights.memory.host_copies.HostCopy`."""
+    """Copies between one bucket's slot on a GPU and the local tensors. The methods are those of `HostCopy`."""
 
     def __init__(self, slot: torch.Tensor, bucket: Bucket, held: Mapping[int, Sequence[Held]]) -> None:
         """Args:
         slot: uint8, memory of at least the bucket's size.
         bucket: whose pieces are copied.
-        held: by index of the tensor: what of it is here.
+        held: index of a tensor -> its local blocks.
         """
         self._content = slot[: bucket.num_bytes]
         self._pairs = [(as_tensor(slot, piece, dtype), own) for piece, dtype, own in blocks_of(bucket, held)]
@@ -77,10 +77,13 @@ class GpuCopy:
 
 
 def checksum(content: torch.Tensor) -> bytes:
-    """Of uint8 [n], aligned to four bytes: the sum of its lanes of four bytes, each times an odd number of its own.
+    """The checksum of a bucket: the sum of its 4-byte lanes, each multiplied by its own odd number, modulo 2**64.
 
-    Modulo 2**64, twice as wide as a lane, so that the highest bit of a lane counts otherwise in each. A lane that
-    differs always shows. It finds accidents, not attackers.
+    The sum is twice as wide as a lane, so that the highest bits of different lanes have different weights. A change of
+    a single lane always changes the checksum. It detects accidents, not attacks.
+
+    Args:
+        content: uint8 [n], aligned to four bytes.
     """
     size = content.numel() // _LANE_BYTES * _LANE_BYTES
     lanes, rest = content[:size].view(torch.int32), content[size:]
@@ -90,11 +93,11 @@ def checksum(content: torch.Tensor) -> bytes:
 
 
 def _factors(device: torch.device, num_lanes: int) -> torch.Tensor:
-    """Odd numbers, int64 [num_lanes or more]; those kept for a device take twice the memory of its largest bucket."""
+    """Odd numbers, int64 [num_lanes or more]. The cache on a device takes twice the memory of its largest bucket."""
     kept = _kept_factors.get(device)
     if kept is None or kept.numel() < num_lanes:
         kept = _kept_factors[device] = (torch.arange(num_lanes, dtype=torch.int64, device=device) * 2 + 1) * _ODD
-        _await_everything(device)  # made on this thread's stream, and other threads' use them next
+        _await_everything(device)  # other threads' streams use the factors next
     return kept
 
 

@@ -18,9 +18,9 @@ from keepstep.weights.memory.bytes_of import copy_bytes
 from keepstep.weights.memory.pieces import Held, as_tensor, blocks_of
 
 BATCH_BYTES = 1 << 20
-"""Copied at a time before it is hashed, so that a hash reads from a cache. Large enough for glibc to copy with vector
-instructions: below the second-level cache's size (512 KiB on many AMD processors) it uses ``rep movsb`` there, which
-is up to five times slower where both addresses have nearly the same place in their pages (glibc bug 30994)."""
+"""Bytes to copy before they are hashed, so that the hash reads from a cache. It is large enough for glibc to copy with
+vector instructions. Below the size of the L2 cache (512 KiB on many AMD processors), glibc uses ``rep movsb``, which is
+up to five times slower if both addresses have nearly the same offset in their pages (glibc bug 30994)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Segment:
 
 @dataclasses.dataclass(slots=True)
 class _Batch:
-    """Segments that are copied, and the memory that is hashed then, while it is in the processor's cache."""
+    """Segments to copy, and the memory to hash afterwards, while it is in the processor's cache."""
 
     runs: list[tuple[int, int, int]]
     views: list[tuple[torch.Tensor, torch.Tensor]]
@@ -54,7 +54,7 @@ class HostCopy:
         """Args:
         slot: uint8, memory of at least the bucket's size.
         bucket: whose pieces are copied.
-        held: by index of the tensor: what of it is here. Its box holds a piece or has nothing of it.
+        held: index of a tensor -> its local blocks. A block contains a piece completely or not at all.
         """
         self._batches = list(_batches(slot.numpy().data, _segments(slot, bucket, held)))
 

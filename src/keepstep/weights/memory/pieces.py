@@ -12,17 +12,17 @@ from keepstep.protocol.transfer.plan import Bucket, Piece
 
 CHECKSUM_BYTES = 8
 SLOT_EXTRA_BYTES = 64
-"""After the bucket in each slot: its checksum, and what keeps the next slot on a cache line of its own."""
+"""Bytes after the bucket in each slot: its checksum, and padding so that the next slot begins on its own cache line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor that is here, or a block of one.
+    """A local tensor, or a local block of a tensor.
 
     Attributes:
-        tensor: its memory; any strides.
-        box: which block of the whole tensor it is.
-        travels_as: the dtype that it has in buckets; None: its own. It is cast when it is copied.
+        tensor: the memory; any strides.
+        box: offset and size of the block in the whole tensor.
+        travels_as: dtype of the tensor in buckets; None: its own. The copy casts it.
     """
 
     tensor: torch.Tensor
@@ -47,7 +47,7 @@ def blocks_of(bucket: Bucket, held: Mapping[int, Sequence[Held]]) -> Iterator[tu
 
     Args:
         bucket: whose pieces.
-        held: by index of the tensor: what of it is here. Its box holds a piece or has nothing of it.
+        held: index of a tensor -> its local blocks. A block contains a piece completely or not at all.
     """
     for piece in bucket.pieces:
         for each in held[piece.tensor]:

@@ -30,54 +30,59 @@ Load = Callable[[str, torch.Tensor], None]
 
 
 class Target(Protocol):
-    """What a subscriber loads into. Used by one thread."""
+    """The destination of a subscriber's new weights. Used by one thread."""
 
     @property
     def wants(self) -> tuple[Want, ...] | None:
-        """What it asks for; None: everything, whole."""
+        """The requested tensors or blocks; None requests all tensors, each as a whole."""
         ...
 
     def prepare(self, layout: Layout, parts: tuple[Part, ...]) -> None:
-        """A version of this layout is about to come, and these parts of it."""
+        """Prepares for a version. Called before its first bucket.
+
+        Args:
+            layout: layout of the version.
+            parts: the parts of it that this consumer will receive.
+        """
         ...
 
     def load(self, bucket: Bucket, slot: torch.Tensor) -> bytes:
-        """Takes one bucket out of its slot, and computes its checksum.
+        """Copies one bucket out of its slot and returns the bucket's checksum.
 
-        Where a slot is in memory does not change while the layout stays the same object.
+        The address of a slot does not change as long as `prepare` gets the same layout object.
         """
         ...
 
     def keep(self, bucket: Bucket, checksum: bytes) -> bool:
-        """A bucket is not sent, since it has the content of the version in use; whether that is so."""
+        """Handles an unchanged bucket, which is not sent. Returns whether this consumer really has its content."""
         ...
 
     def finish(self) -> None:
-        """Everything has come."""
+        """Called when all buckets have arrived."""
         ...
 
     def commit(self) -> None:
-        """The version counts: from now on it is what the consumer uses."""
+        """Called when the version is committed: from now on the consumer uses it."""
         ...
 
 
 class TensorTarget:
-    """Tensors to copy into: those in use (in place), or a second set that changes places with them (atomic).
+    """Copies new weights into tensors: into those in use (in place), or into a second set for a later swap (atomic).
 
-    With a name map, what comes is copied to where the map puts it, block by block. Only what is quantized is put
-    together first, in memory of the published dtype that is held until the last part of the tensor has come.
+    With a name map, each block is copied directly to its destination. Only quantized tensors are assembled first, in
+    memory of the published dtype, which is held until the last part of the tensor has arrived.
     """
 
     def __init__(self, into: Weights | Mapped, atomic: bool, delta: bool = False) -> None:
-        """Takes as much memory again as ``into`` has, if it is atomic.
+        """Allocates the size of ``into`` once more, if ``atomic``.
 
         Args:
-            into: where to.
-            atomic: whether versions are put aside until they are committed.
-            delta: whether it is noted what of the last version is here, so that it need not come again.
+            into: the destination tensors.
+            atomic: whether to assemble a version in a second set of tensors until it is committed.
+            delta: whether to record checksums of the current version, so that unchanged buckets need not be sent.
 
         Raises:
-            ConfigurationError: something is quantized, with ``delta``; or as `wants_of` and `named_blocks`.
+            ConfigurationError: ``delta`` with a quantized tensor; or as `wants_of` and `named_blocks`.
         """
         weights, names = plain(into)
         self._blocks = named_blocks(weights)
@@ -90,17 +95,17 @@ class TensorTarget:
         self._gpus = {tensor.device for tensor in self._sets[0] if tensor.is_cuda}
         self._exchanges = atomic and isinstance(weights, torch.nn.Module)
         self._filled = len(self._sets) - 1
-        """The set that is written; the other one, if there is one, is in use."""
+        """Index of the set that is written. The other set, if there is one, is in use."""
         self._layout: Layout | None = None
         self._committed: Layout | None = None
-        """Of the version in use."""
+        """Layout of the version in use."""
         self._held: list[dict[int, list[Held]]] = []
         self._copies: list[dict[tuple[int, int], Copy]] = []
-        """By set: by bucket, and by where its slot is."""
+        """For each set: (bucket, address of its slot) -> prepared copy."""
         self._staged: dict[int, list[Staged]] = {}
-        """By index of the published tensor: what is quantized when it is whole."""
+        """Index of the published tensor -> quantized tensors that need it."""
         self._checksums: list[dict[tuple[Piece, ...], bytes]] | None = [{} for _ in self._sets] if delta else None
-        """By set: what is in there, by buckets."""
+        """For each set: pieces of a bucket -> checksum of their content in the set."""
 
     @property
     def wants(self) -> tuple[Want, ...]:
@@ -110,7 +115,7 @@ class TensorTarget:
     def prepare(self, layout: Layout, parts: tuple[Part, ...]) -> None:
         """See `Target`. ``parts`` are in the order of the wants, and of the regions of each."""
         for device in self._gpus:
-            torch.cuda.synchronize(device)  # what still reads there was begun by those who have let the weights go
+            torch.cuda.synchronize(device)  # waits for kernels of former users, which may still read the tensors
         for each in {id(staged): staged for there in self._staged.values() for staged in there}.values():
             each.forget()
         if layout is self._layout:
@@ -131,11 +136,11 @@ class TensorTarget:
                 self._stage(placed, places)
                 continue
             for held, tensors in zip(self._held, self._sets, strict=True):
-                for place in places:  # what comes once may have several places
+                for place in places:  # one incoming part may have several destinations
                     held.setdefault(place.part.tensor, []).append(place.held(tensors[placed.index]))
 
     def _forget_others(self, layout: Layout) -> None:
-        """Of what is noted to be here, that holds on which is a bucket of the new layout too: others will overlap."""
+        """Keeps recorded checksums only of buckets that the new layout has, too: its other buckets overlap them."""
         if self._checksums is None:
             return
         is_same = self._layout is not None and self._layout.travelling == layout.travelling
@@ -164,7 +169,7 @@ class TensorTarget:
         return checksum
 
     def keep(self, bucket: Bucket, checksum: bytes) -> bool:
-        """See `Target`. It is copied from the set in use, unless the one that is filled has it already."""
+        """See `Target`. Copies the bucket from the set in use, unless the set being written already has the content."""
         if self._checksums is None:
             return False
         filled, used = self._filled, (1 - self._filled if len(self._sets) > 1 else 0)
@@ -181,7 +186,7 @@ class TensorTarget:
         return True
 
     def _load_staged(self, bucket: Bucket, slot: torch.Tensor, held: dict[int, list[Held]]) -> bytes:
-        """A bucket with parts of what is quantized: each tensor is, with its last part."""
+        """Loads a bucket with parts of quantized tensors. A tensor is quantized after its last part."""
         own = {piece.tensor: list(held.get(piece.tensor, ())) for piece in bucket.pieces}
         touched = {id(each): each for piece in bucket.pieces for each in self._staged.get(piece.tensor, ())}
         for staged in touched.values():
@@ -195,10 +200,10 @@ class TensorTarget:
         return checksum
 
     def as_published(self) -> ReturnedWeights:
-        """The version in use, as it was published.
+        """The version in use, under its published names and in its published blocks.
 
         Raises:
-            DtypeMismatch: what was published cannot be told from a tensor bit for bit.
+            DtypeMismatch: a tensor was cast or quantized, so its published bits are lost.
         """
         layout = self._committed
         assert layout is not None
@@ -220,10 +225,10 @@ class TensorTarget:
         """See `Target`."""
 
     def commit(self) -> None:
-        """See `Target`. The user's tensors stay the objects they are.
+        """See `Target`. The user's tensors stay the same objects.
 
-        Those of a module look at other memory. Of other tensors it is not known who else looks at their memory (a
-        ``state_dict()`` is made of such), so theirs is written.
+        A module's tensors are set to the new memory. The memory of other tensors may be shared, as in a
+        ``state_dict()``, so this method copies into it.
         """
         self._committed = self._layout
         if self._exchanges:
@@ -239,10 +244,10 @@ class TensorTarget:
 
 
 class FunctionTarget:
-    """A function that is given each whole tensor by its name, in the subscriber's thread.
+    """Calls a function with the name of each complete tensor and the tensor, in the subscriber's thread.
 
-    The tensor is memory of the transfer: it is there for the duration of the call, and only to be read. What was cut
-    into several buckets is put together first, in memory that is held until the call.
+    The tensor is a view of the transfer's memory: it is read-only and valid only during the call. A tensor that was
+    split into several buckets is assembled first, in memory that is held until the call.
     """
 
     wants = None
@@ -270,7 +275,7 @@ class FunctionTarget:
         return checksum_of(slot, bucket)
 
     def keep(self, bucket: Bucket, checksum: bytes) -> bool:
-        """See `Target`. Nothing is kept here."""
+        """See `Target`. Always False: a function keeps no weights."""
         return False
 
     def finish(self) -> None:

@@ -1,1 +1,1 @@
-"""Weights between machines: what a device offers on its own node reaches the consumers on other nodes, over links."""
+"""Weights between machines: sends published versions over links to consumers on other nodes."""

@@ -1,4 +1,4 @@
-"""The consumers of a node: they attach themselves here as to a device, and read in this node's buffer."""
+"""Serves the consumers of a node without publishers: they attach as to a device, and read this node's buffer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.remote.switch import BucketInSlot, Switch
 
 NOTICE_S = 0.1
-"""For telling a consumer something, as a device does: one that does not read finds out by its own deadline."""
+"""Timeout for a message to a consumer, as on a device. A consumer that does not read notices by its own deadline."""
 LOOK_S = 3600.0
 """The kernel waits no longer than some weeks at a time."""
 
@@ -41,13 +41,13 @@ class _Consumer:
 
 
 class LocalConsumers:
-    """The bottom of their tunnels. See `keepstep.weights.remote.switch.Below`."""
+    """The local consumers, as the lower ends of their tunnels. See `keepstep.weights.remote.switch.Below`."""
 
     def __init__(self, folder: Path, node: str, switch: Switch) -> None:
         """Args:
-        folder: where consumers of this node look for a device; made if it is not there, for this user alone.
-        node: its name goes in front of the consumers' own.
-        switch: of this node.
+        folder: folder in which this node's consumers connect. It is created with access for this user only, if missing.
+        node: name of this node, the prefix of the consumers' names.
+        switch: the switch of this node.
 
         Raises:
             ConfigurationError: the folder cannot be used.
@@ -65,7 +65,7 @@ class LocalConsumers:
 
     @property
     def num_consumers(self) -> int:
-        """That are attached, or wait for it."""
+        """Number of consumers that are attached, or are waiting to be."""
         with self._lock:
             return len(self._consumers)
 
@@ -101,7 +101,7 @@ class LocalConsumers:
     # ---- from the consumers -----------------------------------------------------------------------------------------
 
     def _answer(self, connection: Connection, message: AnyTransferMessage) -> None:
-        """A process dials. Runs in the listener's threads."""
+        """Handles a new connection. Runs in the listener's threads."""
         if not isinstance(message, msg.SubscriberCalled):
             refused = msg.Refused(f"{type(message).__name__} opens no connection on this node", stale=False)
             _Consumer(connection).send(refused)
@@ -148,7 +148,7 @@ class LocalConsumers:
                 consumer.connection.close()
 
     def close(self) -> None:
-        """Takes no consumers any more, and ends the connections of those that are there."""
+        """Stops accepting consumers, and closes the connections of the attached ones."""
         self._listener.close()
         self._stop.set()
         self._thread.join()

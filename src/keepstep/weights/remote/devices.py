@@ -1,4 +1,4 @@
-"""Connections to the devices of this node, for processes of other nodes; and the top of all tunnels of consumers."""
+"""Connections to the devices of this node for processes on other nodes, and the upper end of consumers' tunnels."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from keepstep.weights.memory.bytes_of import copy_bytes
 from keepstep.weights.remote.switch import Switch
 
 SEND_S = 1.0
-"""For a device to take a message: they are short, and its socket holds hundreds of them."""
+"""Timeout for a message to a device. Messages are short, and the device's socket holds hundreds of them."""
 ANSWER_S = 2.0
-"""For a device that is there to answer a consumer; another one may be there instead."""
+"""Timeout for a device to answer a consumer. After it, another device may have replaced it."""
 FOREVER_S = 1e9
 LOOK_S = 3600.0
 """The kernel waits no longer than some weeks at a time."""
 PROXY = 0
-"""The number of the connection that is no consumer's; tunnels count from 1."""
+"""Number of the proxy's own connection. Tunnels of consumers are numbered from 1."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -58,11 +58,11 @@ There = TypeVar("There", bound=Reached)
 
 
 class DeviceConnections(ABC, Generic[There]):
-    """Each is dialled in a thread of its own, and all are heard by one."""
+    """A set of connections to devices. Each is opened in a thread of its own; one thread receives from all."""
 
     def __init__(self, name: str) -> None:
         """Args:
-        name: of the thread that hears them.
+        name: name of the receiving thread.
         """
         self._lock = threading.Lock()
         self._entered = threading.Condition(self._lock)
@@ -77,26 +77,26 @@ class DeviceConnections(ABC, Generic[There]):
 
     @abstractmethod
     def _heard(self, number: int, there: There, message: AnyTransferMessage) -> None:
-        """A device says something. Raises PeerLost or RemoteProtocolError if the connection has to end."""
+        """Handles a message from a device. Raises PeerLost or RemoteProtocolError to end the connection."""
 
     @abstractmethod
     def _lost(self, number: int, there: There, reason: str) -> None:
-        """A connection has ended, and not by `_end`."""
+        """Called when a connection has ended for another reason than `_end`."""
 
     def _open(self, number: int, run: Callable[[CancelToken], None]) -> None:
-        """Dials in a thread, which calls `_enter` in the end, or gives up by `_end`."""
+        """Opens a connection in a thread. ``run`` must call `_enter` on success."""
         stop = CancelToken()
         with self._lock:
             self._dialling[number] = stop
         threading.Thread(target=run, args=[stop], name="keepstep-dial", daemon=True).start()
 
     def _enter(self, number: int, connection: Connection, make: Callable[[], There]) -> None:
-        """A device has answered; the connection is closed if it is not wanted any more.
+        """Adds a connection that a device has answered. Closes it if it was ended meanwhile.
 
         Args:
-            number: of the connection.
-            connection: belongs to this object from now on.
-            make: called with the lock held.
+            number: number of the connection.
+            connection: the connection. This object owns it from now on.
+            make: creates the entry; called with the lock held.
         """
         with self._lock:
             if self._is_over or (number != PROXY and self._dialling.pop(number, None) is None):
@@ -107,7 +107,7 @@ class DeviceConnections(ABC, Generic[There]):
         self._changed.set()
 
     def _say(self, number: int, message: AnyTransferMessage) -> None:
-        """Says something to a device, if it is reached."""
+        """Sends a message to a device, if its connection is open."""
         with self._lock:
             there = self._reached.get(number)
         if there is not None:
@@ -117,7 +117,7 @@ class DeviceConnections(ABC, Generic[There]):
                 there.connection.hang_up()  # the loop finds its end
 
     def _end(self, number: int, reason: str) -> None:
-        """Who was to be connected is gone."""
+        """Ends a connection, because the process at the other end of its tunnel is gone."""
         with self._lock:
             if (dialling := self._dialling.pop(number, None)) is not None:
                 dialling.set()
@@ -131,7 +131,7 @@ class DeviceConnections(ABC, Generic[There]):
             self._changed.set()
 
     def _end_all(self, reason: str) -> None:
-        """Ends all connections, and the thread that hears them."""
+        """Ends all connections, and the receiving thread."""
         with self._lock:
             self._is_over = True
             numbers = [*self._dialling, *self._reached]
@@ -159,7 +159,7 @@ class DeviceConnections(ABC, Generic[There]):
             each.close()
 
     def _hear(self, number: int, there: There) -> None:
-        """All that has come on a connection."""
+        """Handles all messages that have arrived on a connection."""
         try:
             while (message := there.connection.receive_now()) is not None:
                 self._heard(number, there, message)
@@ -177,7 +177,7 @@ class DeviceConnections(ABC, Generic[There]):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _AsProxy(Reached):
-    """On which the device says what is for all consumers together; with the buffers in which their buckets lie."""
+    """The proxy's connection, which carries messages for all consumers, with the buffers of their buckets."""
 
     rank: int = 0
     slots: SharedSlots = dataclasses.field(default_factory=SharedSlots)
@@ -188,17 +188,17 @@ class _AsProxy(Reached):
 
 
 class DeviceTunnels(DeviceConnections[Reached]):
-    """The top of all tunnels; see `keepstep.weights.remote.switch.Above`.
+    """The upper end of all tunnels; see `keepstep.weights.remote.switch.Above`.
 
-    Each consumer of another node has a connection to a device of this one. What the device says to them comes on one
-    more connection, once for all.
+    Each consumer on another node has a connection to a device on this node. Messages to several of these consumers
+    arrive on one more connection, once for all.
     """
 
     def __init__(self, folder: Path, rank: int | None, switch: Switch) -> None:
         """Args:
-        folder: that of the publishers.
-        rank: of the device whose consumers they become; None: the lowest one on this node that is there.
-        switch: of this node.
+        folder: folder of the publishers.
+        rank: rank of the device to which the consumers attach; None selects the lowest one on this node.
+        switch: the switch of this node.
         """
         if rank is not None:
             listener_path(folder, rank)  # raises if it is too long
@@ -234,7 +234,7 @@ class DeviceTunnels(DeviceConnections[Reached]):
         self._enter(tunnel, connection, lambda: Reached(connection))
 
     def _dial_until(self, introduction: msg.SubscriberCalled, stop: CancelToken) -> tuple[Connection, msg.Welcomed]:
-        """Tries until a device that knows this proxy answers its consumer."""
+        """Retries until a device that knows this proxy accepts its consumer."""
         while True:
             rank = self._become_proxy(stop)
             until_s = time.monotonic() + ANSWER_S
@@ -242,7 +242,7 @@ class DeviceTunnels(DeviceConnections[Reached]):
                 return dial(listener_path(self._folder, rank), introduction, f"rank {rank}", until_s, stop)
 
     def _become_proxy(self, stop: CancelToken) -> int:
-        """The rank of the device to which this process is a proxy; if there is none it waits for one."""
+        """Connects this process to a device as a proxy, if it is not. Waits for a device. Returns the device's rank."""
         with self._turn:
             there = self._reached.get(PROXY)
             if isinstance(there, _AsProxy):
@@ -277,7 +277,7 @@ class DeviceTunnels(DeviceConnections[Reached]):
                 raise RemoteProtocolError(f"sent {other!r:.80}")
 
     def _bring(self, there: _AsProxy, ready: msg.BucketReady) -> None:
-        """A bucket lies in the device's buffer: takes it out."""
+        """Copies an announced bucket out of the device's buffer."""
         if (slot := there.slots.find(ready.slot, ready.num_bytes)) is None:
             raise RemoteProtocolError(f"announced bucket {ready.bucket} in slot {ready.slot}")
         source = slot.data_ptr()

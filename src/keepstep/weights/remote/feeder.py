@@ -1,4 +1,4 @@
-"""Feeding other nodes: a TCP port where they come with their tokens, and the tunnels that they bring along."""
+"""Feeds other nodes: a TCP listener where they authenticate with their tokens, and their consumers' tunnels."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from keepstep.weights.remote.transports.by_name import make_transport
 SESSION_BYTES = 16
 BACKLOG = 128
 MAX_GREETINGS = 128
-"""Callers at a time that have not shown yet who they are, or whose links are not whole; more are hung up on."""
+"""Limit for concurrent callers that have not authenticated yet. Connections beyond it are closed."""
 
 
 class LinkEnd(Protocol):
-    """What the node at the other end of a link may do."""
+    """Handles the messages of the node at the other end of a link."""
 
     def hear(self, message: msg.AnyLinkMessage) -> None:
-        """It says something.
+        """Handles a message.
 
         Raises:
-            RemoteProtocolError: it has no meaning here.
+            RemoteProtocolError: the message is not valid here.
         """
         ...
 
@@ -53,10 +53,10 @@ class FedTunnels:
         self._lock = threading.Lock()
 
     def hear(self, message: msg.AnyLinkMessage) -> None:
-        """The node below says something.
+        """Handles a message of the fed node.
 
         Raises:
-            RemoteProtocolError: it has no meaning here.
+            RemoteProtocolError: the message is not valid here.
         """
         match message:
             case msg.TunnelOpened(tunnel, introduction):
@@ -112,13 +112,13 @@ class FedTunnels:
 
 @dataclasses.dataclass(slots=True)
 class Admission:
-    """What a caller gets.
+    """The decision on an authenticated caller.
 
     Attributes:
-        feeder: address of another node that feeds it; None: this one does.
-        gone: called when its link has ended, with the reason.
-        came: called with its link, once it stands.
-        end: what its link gives it; None: the tunnels of consumers.
+        feeder: address of another node that will feed the caller; None: this node does.
+        came: called with the link once it is open.
+        gone: called with the reason when the link has ended.
+        end: creates this node's end of the link; None: an end for the tunnels of consumers.
     """
 
     feeder: str | None = None
@@ -129,7 +129,7 @@ class Admission:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Session:
-    """A link that is being put together, or stands."""
+    """A link that is being established or is open."""
 
     name: str
     publishes: bool
@@ -142,7 +142,7 @@ class _Session:
 
 
 class Feeder:
-    """Listens for nodes that want to be fed."""
+    """The TCP listener for nodes that want to be fed."""
 
     def __init__(
         self,
@@ -156,14 +156,14 @@ class Feeder:
         transports: Collection[str] = (msg.TCP,),
     ) -> None:
         """Args:
-        address: to listen at, ``HOST:PORT``; port 0 takes a free one.
-        secret: of the job; who has no token made with it is refused.
-        tls: for encryption; None: there is none.
-        switch: of this node.
-        deadline_s: that of the publishers.
-        admit: what a caller gets that has proved who it is.
-        note: told of nodes that come, go and are refused.
-        transports: for the buckets of links; a caller chooses one.
+        address: address to listen on, ``HOST:PORT``. Port 0 selects a free port.
+        secret: the job's secret. A caller without a token made from it is refused.
+        tls: TLS context; None disables TLS.
+        switch: the switch of this node.
+        deadline_s: the publishers' deadline, in seconds.
+        admit: decides on an authenticated caller. It may raise ConfigurationError to refuse it.
+        note: called with a message when a node connects, disconnects or is refused.
+        transports: the transports of buckets that a caller may choose from.
 
         Raises:
             ConfigurationError: the address cannot be used.
@@ -182,22 +182,22 @@ class Feeder:
             raise ConfigurationError(f"cannot listen at {address}: {error.strerror or error}") from None
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{self._socket.getsockname()[1]}"
-        """Where it listens."""
+        """The address on which the feeder listens."""
         threading.Thread(target=self._listen, name="keepstep-feeder", daemon=True).start()
 
     @property
     def links(self) -> list[tuple[str, NodeLink]]:
-        """Those that stand, with the names of the nodes."""
+        """The open links, with the names of their nodes."""
         with self._lock:
             return [(each.name, each.link) for each in self._sessions.values() if each.link is not None]
 
     def drop_all(self, reason: str) -> None:
-        """Ends every link: who was fed here has to look for another feeder."""
+        """Closes every link. The fed nodes must find another feeder."""
         for _name, link in self.links:
             link.close(reason)
 
     def close(self) -> None:
-        """Listens no more, and ends every link."""
+        """Stops listening and closes every link."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -226,7 +226,7 @@ class Feeder:
             self._put_together(*introduced)
 
     def _introduce(self, sock: socket.socket, caller: str) -> tuple[bytes, _Session, ByteStream, bool] | None:
-        """Has a caller prove who it is; None if it does not. The last of what it returns: whether it begins a link."""
+        """Authenticates a caller. Returns session id, session, stream and whether it begins a link; None on failure."""
         chosen: list[tuple[bytes, _Session]] = []
 
         def admit(greeting: msg.Greeting) -> msg.Accepted | msg.Denied:
@@ -267,7 +267,7 @@ class Feeder:
         return number, session, stream, not greeting.session
 
     def _put_together(self, number: bytes, session: _Session, stream: ByteStream, is_first: bool) -> None:
-        """A connection of a link stands; with the last one the link does."""
+        """Adds a connection to a link. The last connection opens the link."""
         with self._lock:
             if is_first:
                 session.control = stream

@@ -1,9 +1,10 @@
-"""How two nodes prove to each other that they belong to one job, before anything else is said.
+"""Mutual authentication of two nodes of one job, the first messages on a connection.
 
-Neither the secret nor a token travels. The caller's token ends in a seal (`keepstep.trust.tokens`) which the other side
-computes from the job's secret; each proves to have it by a MAC (HMAC-SHA256, RFC 2104) over what both have said so far,
-two random numbers among it. So a proof is good for one connection. Without TLS this authenticates the ends, not each
-byte that follows: who can change packets on the way can take over a connection (docs/WEIGHTS.md says what that means).
+Neither the secret nor a token is sent. The caller's token ends in a seal (`keepstep.trust.tokens`), which the other
+side can compute from the job's secret. Each side proves that it has the seal by a MAC (HMAC-SHA256, RFC 2104) over all
+messages so far, which include two random numbers. So a proof is valid for one connection only. Without TLS this
+authenticates the two ends but not each later byte: an attacker who can modify packets can take over a connection
+(docs/WEIGHTS.md describes the consequences).
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ MAX_STREAMS = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Joining:
-    """What a caller wants.
+    """A caller's request.
 
     Attributes:
-        num_streams: for buckets.
+        num_streams: number of streams for buckets.
         address: see `Greeting`.
         avoid: see `Greeting`.
-        session: of the link that this connection becomes a stream of; empty: it begins a link.
+        session: session id of the link to which this connection adds a stream; empty to begin a link.
         publishes: see `Greeting`.
-        transport: for buckets.
+        transport: transport of buckets.
     """
 
     num_streams: int
@@ -65,18 +66,21 @@ def _proof(seal: bytes, side: str, *said: msg.AnyLinkMessage | bytes) -> bytes:
 def call(
     address: str, credentials: Credentials, joining: Joining, tls: ssl.SSLContext | None
 ) -> tuple[ByteStream, msg.Accepted]:
-    """Opens a connection to a node and proves who this one is.
+    """Connects to a node and authenticates.
 
     Args:
-        address: ``HOST:PORT``.
-        credentials: this node's; its name is in them.
-        joining: what for.
-        tls: for encryption; None: there is none.
+        address: address of the node, ``HOST:PORT``.
+        credentials: credentials of this node, with its name.
+        joining: the request.
+        tls: TLS context; None disables TLS.
+
+    Returns:
+        the stream, which the caller owns, and the answer of the node.
 
     Raises:
-        ConnectionStalled, ConnectionEnded: there is no such node, or it does not answer.
-        TokenRefused: one of the two does not belong to the other's job.
-        RemoteProtocolError: the other side does not speak this protocol, or refuses for another reason.
+        ConnectionStalled, ConnectionEnded: the node cannot be reached, or does not answer.
+        TokenRefused: the two nodes do not belong to the same job.
+        RemoteProtocolError: the node does not speak this protocol, or refuses for another reason.
     """
     until_s = time.monotonic() + CONNECT_S
     stream = ByteStream(_secured(connect(address, until_s), tls, address), address)
@@ -111,7 +115,7 @@ def call(
 def open_streams(
     address: str, credentials: Credentials, joining: Joining, tls: ssl.SSLContext | None, control: ByteStream
 ) -> list[ByteStream]:
-    """The streams of the link that ``joining`` names. Raises what `call` does; ``control`` is closed then, too."""
+    """Opens the streams of the link ``joining.session``. Raises as `call`; on an error it also closes ``control``."""
     streams: list[ByteStream] = []
     try:
         streams.extend(call(address, credentials, joining, tls)[0] for _ in range(joining.num_streams))
@@ -132,16 +136,16 @@ def answer(
     """The other side of `call`.
 
     Args:
-        sock: accepted; owned by what is returned, closed on an error.
-        caller: its address, for messages.
-        secret: of the job.
-        tls: for encryption; None: there is none.
-        admit: says what a caller that has proved who it is gets.
+        sock: an accepted socket. The returned stream owns it; on an error it is closed.
+        caller: address of the caller, for messages.
+        secret: the job's secret.
+        tls: TLS context; None disables TLS.
+        admit: decides on an authenticated caller.
 
     Raises:
-        PeerLost: the caller is gone, or said nothing.
-        TokenRefused: it has no token of this job.
-        RemoteProtocolError: it does not speak this protocol, or was denied.
+        PeerLost: the caller is gone, or sent nothing in time.
+        TokenRefused: the caller has no token of this job.
+        RemoteProtocolError: the caller does not speak this protocol, or was denied.
     """
     until_s = time.monotonic() + CONNECT_S
     stream: ByteStream | None = None
@@ -201,7 +205,7 @@ def _secured_server(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.s
 
 
 def tls_of_feeder(secret: Secret) -> ssl.SSLContext:
-    """What a node that feeds others shows them: a fresh certificate of the job's authority."""
+    """The TLS context of a feeder: it presents a new certificate signed by the job's certificate authority."""
     files = certificates.server(secret)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -213,7 +217,7 @@ def tls_of_feeder(secret: Secret) -> ssl.SSLContext:
 
 
 def tls_of_fed(authority: bytes) -> ssl.SSLContext:
-    """What a node that is fed believes: the job's authority alone."""
+    """The TLS context of a fed node: it trusts only the job's certificate authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=authority.decode())

@@ -1,4 +1,4 @@
-"""A version that a node keeps, to feed those who come late: restarted engines, and nodes further down."""
+"""The version that a node keeps for consumers that attach late: restarted engines, and nodes that it feeds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.memory.buffers import Fill, SlotPart
 
 FIRST_UPDATE = 1 << 62
-"""Updates that a node numbers itself begin here; those of devices count up from 1."""
+"""First number of updates that a node numbers itself. Devices number theirs from 1."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Version:
-    """The buckets of an update, as far as they have come.
+    """A version with the buckets that have arrived so far.
 
     Attributes:
-        contents: by index: the bucket and its checksum.
+        contents: index -> content of the bucket and its checksum.
     """
 
     version: int
@@ -32,24 +32,24 @@ class Version:
     contents: dict[int, bytes] = dataclasses.field(default_factory=dict)
 
     def is_like(self, other: Version) -> bool:
-        """Whether both are the same, apart from how much has come."""
+        """Whether both are the same version with the same layout, apart from the buckets that have arrived."""
         return (self.version, self.generation, self.layout) == (other.version, other.generation, other.layout)
 
     def buckets_of(self, reader: int) -> list[Bucket] | None:
-        """What one reader needs; None if not all of it is here."""
+        """The buckets that a reader needs; None if not all of them have arrived."""
         wanted = [bucket for bucket in self.buckets.values() if reader in bucket.readers]
         return wanted if all(bucket.index in self.contents for bucket in wanted) else None
 
     def reader_like(self, introduction: msg.SubscriberCalled) -> int | None:
-        """A reader that wanted what this consumer wants, and all of whose buckets are here; None: there is none."""
+        """A reader with the same request as this consumer whose buckets have all arrived; None if there is none."""
         try:
             alone = serve_one(self.layout, 0, Consumer(introduction.name, introduction.wants))
         except StateMismatch:
-            return None  # the device says why
+            return None  # the device will refuse the consumer and give the reason
         (wanted,) = alone.readers
         came, wants = self.layout.travelling, alone.travelling
         if any(came[part.tensor] != wants[part.tensor] for part in wanted.parts):
-            return None  # cast at their source for others, or not for others and for this one
+            return None  # the kept tensors have other dtypes than this consumer would get from the source
         for index, (reader, problem) in enumerate(zip(self.layout.readers, self.layout.problems, strict=True)):
             if problem is None and reader.parts == wanted.parts and self.buckets_of(index) is not None:
                 return index
@@ -58,7 +58,7 @@ class Version:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForConsumer:
-    """What a consumer gets of a version that is kept, as which of its readers, and the update's number here."""
+    """A kept version for one consumer: the reader whose buckets it gets, and this node's number for the update."""
 
     version: Version
     reader: int
@@ -66,39 +66,39 @@ class ForConsumer:
 
 
 class Passing(Protocol):
-    """What passes messages and buckets on to consumers; see `keepstep.weights.remote.switch.Switch`."""
+    """Forwards messages and buckets to consumers; see `keepstep.weights.remote.switch.Switch`."""
 
     def hear(self, tunnel: int, message: msg.AnyTransferMessage) -> None:
-        """As a device says it to a consumer."""
+        """Handles a message as from a device to one consumer."""
         ...
 
     def hear_all(self, message: msg.ToProxied) -> None:
-        """As a device says it to several."""
+        """Handles a message as from a device to several consumers."""
         ...
 
     def bring(self, update: int, bucket: int, num_bytes: int, fill: Fill) -> None:
-        """A bucket comes."""
+        """Handles an arriving bucket."""
         ...
 
     def served(self, number: int, version: int | None, has_failed: bool) -> None:
-        """What is kept has been brought to a consumer."""
+        """Called when a consumer has received the kept version (None: has not)."""
         ...
 
 
 class Serving:
-    """Brings a consumer what is kept, as its device would, in a thread of its own."""
+    """Sends the kept version to a consumer, as a device would, in a thread of its own."""
 
     def __init__(
         self, passing: Passing, tunnel: int, kept: ForConsumer, welcomed: msg.Welcomed, deadline_s: float
     ) -> None:
-        """Begins. ``passing`` is locked by the caller.
+        """Starts the thread. The caller holds the lock of ``passing``.
 
         Args:
-            passing: what passes it on.
-            tunnel: of the consumer.
-            kept: what it gets.
-            welcomed: what it is told first.
-            deadline_s: for it to take all of it, and then to switch to it.
+            passing: forwards messages and buckets.
+            tunnel: tunnel of the consumer.
+            kept: the version for the consumer.
+            welcomed: the first message to the consumer.
+            deadline_s: timeout for the consumer to load the version, and again to switch to it.
         """
         self._passing, self._tunnel, self._kept, self._welcomed = passing, tunnel, kept, welcomed
         self._deadline_s = deadline_s
@@ -107,7 +107,7 @@ class Serving:
         threading.Thread(target=self._run, name="keepstep-kept", daemon=True).start()
 
     def hear(self, message: msg.AnyTransferMessage) -> None:
-        """The consumer says something."""
+        """Handles a message of the consumer."""
         match message:
             case msg.VersionLoaded(update=self._kept.update):
                 self._loaded.set()
@@ -119,7 +119,7 @@ class Serving:
                 pass
 
     def end(self) -> None:
-        """The consumer takes no more of it, or is gone."""
+        """Stops, because the consumer has failed to load the version or is gone."""
         self._has_failed = True
         self._loaded.set()
         self._taken.set()
@@ -148,7 +148,7 @@ def _fill_with(content: bytes, part: SlotPart | None) -> None:
 
 
 class VersionKeeper:
-    """Keeps the last committed version, and what has come of the next. Called with the switch locked."""
+    """Keeps the last committed version, and the buckets of the next one. Call it with the switch locked."""
 
     def __init__(self) -> None:
         self._coming: dict[int, Version] = {}
@@ -156,20 +156,20 @@ class VersionKeeper:
         self.kept: Version | None = None
 
     def begin(self, began: msg.UpdateBeganFor, buckets: dict[int, Bucket]) -> None:
-        """An update begins; what has come of other ones that never counted is dropped."""
+        """Begins an update. Drops the buckets of other updates that were never committed."""
         coming = Version(began.version, began.generation, began.layout, buckets)
         if self.kept is not None and self.kept.is_like(coming):
-            return  # it comes again for some consumers, maybe while the next version comes for all
+            return  # the kept version is sent again to some consumers, maybe during the update to the next version
         if (there := self._coming.get(began.update)) is None or not there.is_like(coming):
             self._coming = {began.update: coming}
 
     def came(self, update: int, bucket: int, content: memoryview) -> None:
-        """A bucket has come."""
+        """Keeps a bucket that has arrived."""
         if (coming := self._coming.get(update)) is not None:
             coming.contents[bucket] = bytes(content)
 
     def stayed(self, unchanged: msg.BucketUnchanged) -> None:
-        """A bucket does not come, since a consumer has it from the version before; which may be the one kept here."""
+        """Handles an unchanged bucket, which is not sent: copies its content from the kept version, if that has it."""
         coming, kept = self._coming.get(unchanged.update), self.kept
         bucket = None if coming is None else coming.buckets.get(unchanged.bucket)
         if coming is None or kept is None or bucket is None or kept.layout.forms != coming.layout.forms:
@@ -179,15 +179,15 @@ class VersionKeeper:
                 coming.contents.setdefault(bucket.index, content)
 
     def commit(self, update: int) -> None:
-        """The update counts."""
+        """Commits an update: its version becomes the kept one."""
         coming, kept = self._coming.get(update), self.kept
         if coming is None:
             return
         if kept is None or (kept.generation, kept.version) != (coming.generation, coming.version):
-            self.kept = coming  # else it came again for one consumer, and the first time for more
+            self.kept = coming  # same version: it was sent again to fewer consumers, so the kept one has more buckets
 
     def for_consumer(self, introduction: msg.SubscriberCalled) -> ForConsumer | None:
-        """What a consumer gets that comes now; None: nothing that is newer than what it has."""
+        """The kept version for a new consumer; None if it has nothing newer for this consumer."""
         kept = self.kept
         if kept is None or introduction.generation > kept.generation:
             return None

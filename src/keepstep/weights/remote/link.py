@@ -1,7 +1,7 @@
-"""A link between two nodes: messages over one authenticated connection, and buckets by the link's transport.
+"""A link between two nodes: messages over one authenticated connection, and buckets over the link's transport.
 
-A transport is a class with the methods of `BucketTransport`; `keepstep.weights.remote.transports` has those that there
-are. What the rest of this folder needs of a link is `NodeLink`, which is the same with each of them.
+A transport is a class with the methods of `BucketTransport`; `keepstep.weights.remote.transports` contains the existing
+ones. The rest of this folder uses only `NodeLink`, which is the same for every transport.
 """
 
 from __future__ import annotations
@@ -20,67 +20,67 @@ from keepstep.weights.remote.stream import ByteStream
 from keepstep.weights.remote.switch import BucketInSlot
 
 SILENCE_SHARE = 0.5
-"""Of the deadline: how long the node at the other end may say nothing. Below `CONSUMER_SHARE`: a node that is gone is
-found before a consumer behind it is taken for the culprit."""
+"""Share of the deadline after which a silent node counts as lost. It is below `CONSUMER_SHARE`, so that a lost node is
+detected before a consumer behind it is taken for the culprit."""
 SIGNS = 5
-"""Of life, in the time after which a node is taken for lost."""
+"""Number of signs of life that a node sends within the time after which it would count as lost."""
 
 Bring = Callable[[int, int, int, Fill], None]
 """See `keepstep.weights.remote.switch.Switch.bring`."""
 
 
 class BucketTransport(Protocol):
-    """Moves the buckets of one link, which all go one way. One end of it."""
+    """One end of the transport for the buckets of one link. All buckets of a link go in the same direction."""
 
     def start(self, link: NodeLink, bring: Bring | None) -> None:
-        """Begins to work, in threads of ``link.run``; called once, before anything else.
+        """Starts the transport, in threads of ``link.run``. Called once, before all other methods.
 
         Args:
-            link: its own.
-            bring: given every bucket, by several threads; None: buckets go the other way.
+            link: the link.
+            bring: called with every received bucket, by several threads; None on the sending end.
 
         Raises:
-            ConfigurationError: it does not work on this machine; the link is lost then.
+            ConfigurationError: the transport does not work on this machine. The link is then lost.
         """
         ...
 
     def ship(self, bucket: BucketInSlot, num_messages: int) -> None:
-        """Sends a bucket, and releases it when it has left; never blocks for long.
+        """Sends a bucket, and releases it when it has been sent. It never blocks for long.
 
         Args:
-            bucket: owned by the transport until it releases it.
-            num_messages: that were sent on the link so far; the other end brings the bucket after them.
+            bucket: the bucket. The transport owns it until it calls ``release``.
+            num_messages: number of messages sent on the link so far. The other end delivers the bucket after them.
 
         Raises:
-            ConfigurationError: the bucket's memory cannot be sent from; the link is lost then.
+            ConfigurationError: the transport cannot send from the bucket's memory. The link is then lost.
         """
         ...
 
     def hear(self, message: AnyLinkMessage) -> bool:
-        """Takes a message of the transport's own from the other end; False: it is for others.
+        """Handles a message from the other end. Returns False if the message is not for the transport.
 
         Raises:
-            RemoteProtocolError: it has no meaning here.
+            RemoteProtocolError: the message is not valid here.
         """
         ...
 
     def end(self) -> None:
-        """The link is lost: ends what its threads wait for, and releases what was not sent. Any thread, once."""
+        """Called once when the link is lost, by any thread: wakes waiting threads and releases unsent buckets."""
         ...
 
     def close(self) -> None:
-        """Gives back what it has; its threads have ended. When it returns, nothing writes into a slot any more."""
+        """Frees all resources. Called after the threads have ended. Afterwards the transport writes to no slot."""
         ...
 
 
 class NodeLink:
-    """To another node. Any thread may use it. Made by the two sides of `keepstep.weights.remote.handshake`."""
+    """One end of a link to another node. Any thread may use it."""
 
     def __init__(self, control: ByteStream, transport: BucketTransport | None, deadline_s: float) -> None:
         """Args:
-        control: for messages; the link owns it.
-        transport: for buckets; the link owns it. None: no buckets go over this link.
-        deadline_s: that of the publishers.
+        control: connection for messages; the link owns it.
+        transport: transport of buckets; the link owns it. None for a link without buckets.
+        deadline_s: the publishers' deadline, in seconds.
         """
         self.who = control.who
         self.deadline_s = deadline_s
@@ -98,15 +98,15 @@ class NodeLink:
         """Held while they are started: the first of them may lose the link before the last one runs."""
         self.rate = Rate()
         self.peer_bytes_per_s = 0.0
-        """What the other side says of its rate."""
+        """The receive rate that the other side has reported, in bytes/s."""
 
     def start(self, hear: Callable[[AnyLinkMessage], None], lost: Callable[[str], None], bring: Bring | None) -> None:
-        """Begins to work.
+        """Starts the link.
 
         Args:
-            hear: given every message, in order, by one thread.
-            lost: told once that the link has ended, and why, by one of the link's threads or the caller's.
-            bring: given every bucket, by several threads; None: buckets go the other way.
+            hear: called with every message, in order, by one thread.
+            lost: called once with the reason when the link has ended, by a thread of the link or of the caller.
+            bring: called with every received bucket, by several threads; None on the sending end.
         """
         self._hear, self._lost = hear, lost
         with self._starting:
@@ -120,13 +120,13 @@ class NodeLink:
             self.run("keepstep-link-write", self._write)
 
     def send(self, message: AnyLinkMessage) -> None:
-        """Sends a message, or loses it if the link is lost; never blocks."""
+        """Sends a message without blocking. Drops it if the link is lost."""
         with self._changed:
             self._num_sent += 1
             self._messages.put(message)
 
     def ship(self, bucket: BucketInSlot) -> None:
-        """Sends a bucket after all messages sent so far, and releases it; never blocks for long."""
+        """Sends a bucket after all messages sent so far, and releases it. It never blocks for long."""
         problem = None
         with self._changed:
             if self._transport is not None and not self.lost.is_set():
@@ -140,13 +140,13 @@ class NodeLink:
             self._lose(problem)
 
     def close(self, reason: str) -> None:
-        """Ends the link; the other side sees that it has ended. ``lost`` is told too."""
+        """Ends the link at both ends. It also calls ``lost``."""
         self._lose(reason)
 
     # ---- for its transport ------------------------------------------------------------------------------------------
 
     def run(self, name: str, work: Callable[[], None]) -> None:
-        """Has a thread do some work; the link is lost if it fails."""
+        """Runs ``work`` in a thread. If it raises, the link is lost."""
 
         def guarded() -> None:
             try:
@@ -159,10 +159,10 @@ class NodeLink:
         thread.start()
 
     def wait_for_messages(self, num_messages: int) -> None:
-        """Waits until so many have been heard from the other end.
+        """Waits until this number of messages has arrived from the other end.
 
         Raises:
-            ConnectionEnded: they did not come within the deadline, or the link is lost.
+            ConnectionEnded: they did not arrive within the deadline, or the link is lost.
         """
         with self._changed:
             is_there = self._changed.wait_for(
@@ -208,7 +208,7 @@ class NodeLink:
         self._lost(reason)
 
     def join(self) -> None:
-        """Waits until its threads have ended, and gives back what it has. Not for one of its own threads."""
+        """Waits until the link's threads have ended, and frees its resources. The link's threads must not call it."""
         with self._starting:
             threads = self._threads
         for thread in threads:
@@ -219,7 +219,7 @@ class NodeLink:
 
 
 class Rate:
-    """How fast buckets come, while some do."""
+    """Measures the rate of received buckets, without pauses."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -227,7 +227,7 @@ class Rate:
         self.bytes_per_s = 0.0
 
     def came(self, num_bytes: int, began_s: float, now_s: float) -> None:
-        """So many bytes came since then; a pause of more than a second begins a new count."""
+        """Counts bytes that arrived from ``began_s`` to ``now_s``. A pause of more than a second restarts the count."""
         with self._turn:
             if began_s > self._last_s + 1.0:
                 self._began_s, self._num_bytes = began_s, 0

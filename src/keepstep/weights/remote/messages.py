@@ -1,13 +1,13 @@
-"""What two nodes say to each other on a link, and how it is encoded.
+"""The messages between two nodes on a link, and their encoding.
 
-A *link* joins two nodes: the *feeder*, which is nearer to the publishers, and the *fed* one. It carries *tunnels*: each
-is the connection of one consumer to its device, as `keepstep.protocol.transfer.messages` defines it, with a number of
-the fed node's. What a device says to many consumers goes over a link once, with the numbers of their tunnels. Bucket
-contents travel beside the messages, by the link's transport; a bucket goes over a link once, whatever the number of
-tunnels that want it.
+A *link* joins two nodes: the *feeder*, which is closer to the publishers, and the *fed* node. A link carries *tunnels*.
+A tunnel is the connection of one consumer to its device, as `keepstep.protocol.transfer.messages` defines it. The fed
+node numbers the tunnels. A message from a device to several consumers goes over a link once, with the numbers of their
+tunnels. The link's transport sends the contents of buckets separately from the messages. A bucket goes over a link
+once, however many tunnels want it.
 
-Where publishers are on several nodes, each of those has a link of the same kind from each other one. Its tunnels are
-connections between devices.
+If several nodes have publishers, there is a link of the same kind between each two of them. Its tunnels are connections
+between devices.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from keepstep.protocol.transfer.messages import (
 TCP, NIXL = "tcp", "nixl"
 """Transports of buckets; see `keepstep.weights.remote.transports`."""
 VERSION = 3
-"""Of this protocol; a node that speaks another one is refused."""
+"""Version of this protocol. A node with another version is refused."""
 MAX_GREETING_BYTES = 8192
-"""Before a caller has proved who it is, no larger message is read from it."""
+"""Limit for a message from a caller that has not authenticated yet."""
 MAX_MESSAGE_BYTES = MAX_BODY_BYTES
 LENGTH = struct.Struct("<I")
 BUCKET_HEADER = struct.Struct("<QQQQ")
-"""On a stream, before each stripe of a bucket: messages sent before on the link, update, bucket, its bytes."""
+"""Header of each stripe on a stream: number of messages sent before it on the link, update, bucket, bucket's size."""
 
 
 class LinkMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):
-    """The root of all messages of a link."""
+    """The base class of all messages on a link."""
 
 
 # ---- opening a link -------------------------------------------------------------------------------------------------
 
 
 class Greeting(LinkMessage, frozen=True):
-    """The caller's first words on a connection."""
+    """The caller's first message on a connection."""
 
     protocol: int
     name: str
-    """Of the caller's node."""
+    """Name of the caller's node."""
     nonce: bytes
     session: bytes
-    """Empty on the first connection of a link; on a stream, what `Accepted` said."""
+    """Session id: empty on the first connection of a link; on a stream, the id from `Accepted`."""
     num_streams: int
     address: str | None
-    """Where other nodes can reach the caller to be fed; None: nowhere."""
+    """Address at which the caller can feed other nodes; None if it feeds none."""
     avoid: tuple[str, ...]
     """Feeders that the caller could not reach or has lost."""
     publishes: bool
-    """The caller has publishers, too: its tunnels are those of devices."""
+    """Whether the caller has publishers, too. Its tunnels are then connections of devices."""
     transport: str
-    """Of the link's buckets."""
+    """Transport of the link's buckets."""
 
 
 class Challenge(LinkMessage, frozen=True):
-    """The answer to a greeting, with a proof that the sender has the job's secret."""
+    """The answer to a `Greeting`, with a proof that the sender has the job's secret."""
 
     nonce: bytes
     proof: bytes
@@ -83,15 +83,15 @@ class Proven(LinkMessage, frozen=True):
 
 
 class Accepted(LinkMessage, frozen=True):
-    """The caller is let in."""
+    """The caller is accepted."""
 
     session: bytes
     feeder: str | None
-    """The address of the node that feeds the caller; None: the sender does, on streams that the caller opens now."""
+    """Address of the node that will feed the caller; None: the sender will, and the caller opens the streams now."""
 
 
 class Denied(LinkMessage, frozen=True):
-    """The caller is not let in."""
+    """The caller is refused."""
 
     reason: str
 
@@ -100,14 +100,14 @@ class Denied(LinkMessage, frozen=True):
 
 
 class TunnelOpened(LinkMessage, frozen=True):
-    """A consumer below wants to attach itself to the device."""
+    """A consumer on or behind the fed node wants to attach to the device."""
 
     tunnel: int
     introduction: SubscriberCalled
 
 
 class DeviceTunnelOpened(LinkMessage, frozen=True):
-    """A device of the caller's node wants to reach a rank; if that is not on the other node, no answer comes."""
+    """A device on the caller's node wants to connect to a rank. There is no answer if the rank is not on this node."""
 
     tunnel: int
     rank: int
@@ -115,7 +115,7 @@ class DeviceTunnelOpened(LinkMessage, frozen=True):
 
 
 class DeviceWelcomed(LinkMessage, frozen=True):
-    """The rank is there, and its answer. Buckets in its buffer come into the mirror of this number."""
+    """The answer of the requested rank. Buckets in its buffer are sent to the mirror of this number."""
 
     tunnel: int
     mirror: int
@@ -123,65 +123,65 @@ class DeviceWelcomed(LinkMessage, frozen=True):
 
 
 class BucketShipped(LinkMessage, frozen=True):
-    """What a device says of a bucket. It holds as soon as the shipment, which goes over the link once, has come."""
+    """A device's announcement of a bucket. It is valid once the shipment has arrived, which is sent only once."""
 
     tunnel: int
     mirror: int
     shipment: int
-    """Ascending on a link."""
+    """Number of the shipment, ascending on a link."""
     ready: BucketReady
 
 
 class TunnelSaid(LinkMessage, frozen=True):
-    """A consumer or device says something to its device, or that device to it."""
+    """A message on a tunnel, in either direction."""
 
     tunnel: int
     message: AnyTransferMessage
 
 
 class TunnelsTold(LinkMessage, frozen=True):
-    """The device says something to several consumers; their numbers in it are those of their tunnels."""
+    """A message from the device to several consumers. It identifies them by the numbers of their tunnels."""
 
     message: ToProxied
 
 
 class TunnelEnded(LinkMessage, frozen=True):
-    """Nothing more comes on the tunnel, and why."""
+    """The tunnel has ended, with the reason."""
 
     tunnel: int
     reason: str
 
 
 class MemoryShared(LinkMessage, frozen=True):
-    """All memory of the sender from which the receiver may read by now; it replaces what was shared before."""
+    """All memory of the sender that the receiver may read now. It replaces earlier messages of this type."""
 
     metadata: bytes
-    """As NIXL describes it to itself."""
+    """NIXL's own description of the memory."""
 
 
 class BucketOffered(LinkMessage, frozen=True):
-    """A bucket lies in shared memory of the sender, until the receiver says that it has read it."""
+    """A bucket is in shared memory of the sender, until the receiver answers with `BucketRead`."""
 
     number: int
-    """Of the offer; no other on the link has the same."""
+    """Number of the offer, unique on the link."""
     update: int
     bucket: int
     address: int
-    """In the sender's process."""
+    """Address in the sender's process."""
     num_bytes: int
 
 
 class BucketRead(LinkMessage, frozen=True):
-    """The receiver has read what was offered, or does not want it any more."""
+    """The receiver has read the offered bucket, or does not need it any more."""
 
     number: int
 
 
 class Alive(LinkMessage, frozen=True):
-    """The sender is there."""
+    """A sign of life."""
 
     bytes_per_s: float
-    """How fast buckets came to the sender in its latest update; 0: none came yet."""
+    """Rate at which the sender received buckets in its latest update, in bytes/s; 0 before the first bucket."""
 
 
 AnyLinkMessage: TypeAlias = (
@@ -208,15 +208,15 @@ _decoder: msgspec.msgpack.Decoder[AnyLinkMessage] = msgspec.msgpack.Decoder(AnyL
 
 
 def encode(message: AnyLinkMessage) -> bytes:
-    """The message as bytes."""
+    """Encodes a message."""
     return _encoder.encode(message)
 
 
 def decode(body: bytes | bytearray) -> AnyLinkMessage:
-    """The message in ``body``.
+    """Decodes a message.
 
     Raises:
-        RemoteProtocolError: there is none.
+        RemoteProtocolError: ``body`` is no valid message.
     """
     try:
         return _decoder.decode(body)

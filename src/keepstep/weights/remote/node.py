@@ -26,29 +26,30 @@ from keepstep.weights.remote.switch import Switch
 from keepstep.weights.remote.transports.by_name import check_transport, make_transport
 
 RETRY_S = 0.2
-"""Between two attempts to find a feeder."""
+"""Pause between two attempts to find a feeder."""
 MAX_AVOIDED = 16
-"""Feeders that a node names as away: a greeting is short."""
+"""Limit for the number of unreachable feeders in a greeting, which must be short."""
 DEFAULT_STREAMS = 2
 DEFAULT_DEADLINE_S = 30.0
 HOP_S = 0.002
-"""What a bucket takes to be passed on besides its time on the link: a guess of some thread switches and a network's
-latency, which decides only where an update takes a few times as long."""
+"""Estimated time for a node to forward a bucket, without its time on the link: some thread switches and the network's
+latency. It affects only the choice of the fanout."""
 Note = Callable[[str], None]
 FindRoot = Callable[[str | None], str | None]
-"""Given the address that did not answer, says which is to be tried next; None: none is known yet."""
+"""Gets the address that did not answer. Returns the next address to try; None if none is known yet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Links:
-    """What links are like; the same on all nodes, but for the number of streams.
+    """Settings of the links between nodes. They must be the same on all nodes, except for ``num_streams``.
 
     Attributes:
-        num_streams: TCP connections for buckets, from a node's feeder to the node; over NIXL, buckets read at a time.
-        is_encrypted: whether links speak TLS.
-        deadline_s: that of the publishers.
-        transport: for buckets, from this node's feeder to this node, "tcp" or "nixl". A node that feeds others takes
-            those that want TCP, too. Between nodes with publishers it is always TCP.
+        num_streams: number of TCP connections for buckets from a node's feeder to the node. With NIXL: number of
+            buckets that the node reads concurrently.
+        is_encrypted: whether links use TLS.
+        deadline_s: the publishers' deadline, in seconds.
+        transport: transport of buckets from this node's feeder to this node, "tcp" or "nixl". A feeder also accepts
+            nodes that use TCP. Links between nodes with publishers always use TCP.
     """
 
     num_streams: int = DEFAULT_STREAMS
@@ -65,12 +66,12 @@ class Links:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """What a node offers to those that it feeds."""
+        """The transports that a feeder offers."""
         return (TCP,) if self.transport == TCP else (self.transport, TCP)
 
     @property
     def num_connections(self) -> int:
-        """That a node opens to its feeder for buckets."""
+        """Number of connections for buckets that a node opens to its feeder."""
         return self.num_streams if self.transport == TCP else 0
 
 
@@ -79,17 +80,17 @@ DEFAULT_LINKS = Links()
 
 @dataclasses.dataclass(slots=True)
 class _Member:
-    """A node that has come to the root."""
+    """A node that has connected to the root."""
 
     fed: FedNode
     link: NodeLink | None = None
 
 
 class WeightServer:
-    """On a node with publishers: leads nodes that come with the job's token to a device of this node.
+    """The server on a node with publishers. It connects consumers on other nodes to a device of this node.
 
-    It says who feeds whom, and feeds the first of them. Where publishers are on several nodes, each of
-    those has one of these, and they join all devices to one world.
+    Nodes must present the job's token. The server selects the feeder of each node, and is itself the feeder of the
+    first ones. If several nodes have publishers, each runs a `WeightServer`, and `reach` connects all their devices.
     """
 
     def __init__(
@@ -105,17 +106,17 @@ class WeightServer:
         note: Note = lambda text: None,
     ) -> None:
         """Args:
-        folder: that of the publishers of this node.
-        listen: ``HOST:PORT``; port 0 takes a free one.
-        secret: of the job.
-        node: what this node is called.
-        rank: of the publisher on this node to which consumers are led; None: the lowest one that is there.
-        fanout: how many nodes each node feeds; None: as `choose_fanout` says. 1 is a chain.
-        links: what they are like.
-        note: told of nodes that come, go and are refused.
+        folder: the folder of the publishers on this node.
+        listen: address to listen on, ``HOST:PORT``. Port 0 selects a free port.
+        secret: the job's secret.
+        node: name of this node.
+        rank: rank of the publisher on this node to which consumers attach; None selects the lowest one.
+        fanout: number of nodes that each node feeds; None selects it by `choose_fanout`. 1 makes a chain.
+        links: settings of the links.
+        note: called with a message when a node connects, disconnects or is refused.
 
         Raises:
-            ConfigurationError: an argument cannot work.
+            ConfigurationError: an argument is invalid.
         """
         if fanout is not None and fanout < 1:
             raise ConfigurationError(f"fanout={fanout}: allowed are 1 and more")
@@ -135,12 +136,12 @@ class WeightServer:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address on which the server listens."""
         return self._feeder.address
 
     @property
     def nodes(self) -> dict[str, tuple[str, float]]:
-        """The nodes that are there: by whom each is fed (empty: by this one), and how many bytes/s it took last."""
+        """Name of each connected node -> (name of its feeder, empty for this node; its last rate in bytes/s)."""
         with self._lock:
             names = {member.fed.number: name for name, member in self._members.items()}
             return {
@@ -150,22 +151,22 @@ class WeightServer:
 
     @property
     def linked(self) -> frozenset[str]:
-        """Addresses of the other nodes with publishers from which there is a link."""
+        """Addresses of the other nodes with publishers to which this node has an open link."""
         return self._bridge.linked
 
     @property
     def num_bytes_from_peers(self) -> int:
-        """Of buckets that have come from other nodes with publishers."""
+        """Bytes of buckets received from other nodes with publishers."""
         return self._bridge.num_bytes
 
     def reach(self, peers: Collection[str]) -> None:
-        """Joins the devices of this node to those of other nodes.
+        """Connects the devices of this node to those of other nodes, and disconnects nodes that are not in ``peers``.
 
         Args:
-            peers: the addresses of the servers there; each of them has to be told of this one, too.
+            peers: addresses of the servers on the other nodes. Each of them must call `reach` with this one, too.
 
         Raises:
-            ConfigurationError: one of them is no ``HOST:PORT``.
+            ConfigurationError: an address is not ``HOST:PORT``.
         """
         for peer in peers:
             split_address(peer)
@@ -208,7 +209,7 @@ class WeightServer:
         )
 
     def close(self) -> None:
-        """Ends every link, and leaves the device."""
+        """Closes every link and disconnects from the device."""
         self._feeder.close()
         self._bridge.close()
         self.switch.close()
@@ -216,7 +217,7 @@ class WeightServer:
 
 
 class _LinkAbove:
-    """The way up of a node that is fed. See `keepstep.weights.remote.switch.Above`."""
+    """The link from a node to its feeder. See `keepstep.weights.remote.switch.Above`."""
 
     def __init__(self, link: NodeLink, switch: Switch) -> None:
         self._link, self._switch = link, switch
@@ -234,10 +235,10 @@ class _LinkAbove:
         self._link.send(msg.TunnelEnded(tunnel, reason))
 
     def hear(self, message: msg.AnyLinkMessage) -> None:
-        """The feeder says something.
+        """Handles a message from the feeder.
 
         Raises:
-            RemoteProtocolError: it has no meaning here.
+            RemoteProtocolError: the message is not valid here.
         """
         match message:
             case msg.TunnelSaid(tunnel, said):
@@ -251,9 +252,9 @@ class _LinkAbove:
 
 
 class WeightReceiver:
-    """On a node with consumers: brings them what is published elsewhere, over links that it looks after.
+    """The receiver on a node with consumers. It receives versions from another node and reconnects lost links.
 
-    Consumers of the node attach themselves to ``folder`` as if the publishers were here.
+    Consumers on this node attach to ``folder`` as if the publishers were on this node.
     """
 
     def __init__(
@@ -269,18 +270,19 @@ class WeightReceiver:
         note: Note = lambda text: None,
     ) -> None:
         """Args:
-        folder: where consumers of this node look for a publisher; made if it is not there, for this user alone.
-        root: address of the `WeightServer`; or a function that says it.
-        credentials: this node's; no other node may have the same name.
-        secret: of the job; with ``listen``.
-        listen: where other nodes can reach this one, ``HOST:PORT``, so that it can feed them; None: it feeds none.
-        links: what they are like.
-        keeps: keep the last version in host memory, and feed from there consumers that come late on this node or
-            behind it. It takes as much memory as the weights, and twice as much while the next version comes.
-        note: told of what happens to links.
+        folder: the folder to which consumers on this node attach. It is created with access for this user only, if
+            missing.
+        root: address of the `WeightServer`, or a function that returns it.
+        credentials: credentials of this node. No other node may have the same name.
+        secret: the job's secret; required with ``listen``.
+        listen: address at which this node accepts other nodes to feed them, ``HOST:PORT``; None: it feeds no node.
+        links: settings of the links.
+        keeps: keep the last version in host memory, and send it to consumers that attach late to this node or to nodes
+            that it feeds. It needs the memory of the weights, and twice as much while the next version arrives.
+        note: called with a message when a link opens or is lost.
 
         Raises:
-            ConfigurationError: an argument cannot work.
+            ConfigurationError: an argument is invalid.
         """
         if listen is not None and secret is None:
             raise ConfigurationError("a node that feeds others needs the job's secret, to know them")
@@ -304,15 +306,15 @@ class WeightReceiver:
         self._consumers = LocalConsumers(folder, credentials.name, self.switch)
         self._stop = threading.Event()
         self._ended = threading.Event()
-        """Set when the way up is lost, or this node shall stop."""
+        """Set when the link to the feeder is lost, or `close` was called."""
         self.fed_by: str | None = None
         """The address of the feeder, while there is one."""
 
     def run(self) -> None:
-        """Until `close`, which another thread calls. A link that is lost is looked for again.
+        """Runs until another thread calls `close`. It reconnects after a link is lost.
 
         Raises:
-            TokenRefused: this node and the root are not of the same job.
+            TokenRefused: this node and the root do not belong to the same job.
         """
         avoid: tuple[str, ...] = ()
         former: str | None = None
@@ -334,7 +336,7 @@ class WeightReceiver:
             self._stop.wait(RETRY_S)
 
     def _be_fed(self, root: str, avoid: tuple[str, ...]) -> str:
-        """Finds a feeder, and stays until the way up is lost. Returns the feeder's address."""
+        """Connects to a feeder, and returns its address when the link is lost."""
         self._ended.clear()
         lost: list[tuple[str, str]] = []
 
@@ -383,7 +385,7 @@ class WeightReceiver:
         return address
 
     def close(self) -> None:
-        """Ends `run`, and every connection. Consumers keep what they have."""
+        """Ends `run` and closes every connection. The consumers keep their weights."""
         self._stop.set()
         self._ended.set()
         self._consumers.close()
@@ -393,7 +395,7 @@ class WeightReceiver:
 
 
 class _FeederAway(Exception):
-    """A node that the root named does not feed this one."""
+    """The feeder that the root selected does not feed this node."""
 
     def __init__(self, address: str, error: Exception) -> None:
         super().__init__(str(error))

@@ -15,7 +15,7 @@ from keepstep.weights.channels.connection import ConnectionEnded, ConnectionStal
 from keepstep.weights.remote.messages import LENGTH, MAX_MESSAGE_BYTES, AnyLinkMessage, decode, encode
 
 CONNECT_S = 5.0
-"""For the whole way from a connection that is opened to one whose ends know each other."""
+"""Timeout for opening a connection and authenticating both ends."""
 NEVER_S = float("inf")
 
 
@@ -25,7 +25,7 @@ class ByteStream:
     def __init__(self, sock: socket.socket, who: str) -> None:
         """Args:
         sock: connected; the stream owns it.
-        who: is at the other end, for messages.
+        who: name of the peer, for messages.
         """
         self.who = who
         sock.setblocking(False)
@@ -35,7 +35,7 @@ class ByteStream:
         """With TLS, sending and receiving share state (OpenSSL: an SSL object is for one thread at a time)."""
 
     def send_message(self, message: AnyLinkMessage, until_s: float = NEVER_S) -> None:
-        """Sends one message. Raises what `send` does."""
+        """Sends one message. Raises as `send`."""
         body = encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
             raise ConfigurationError(f"a message of {len(body)} bytes: at most {MAX_MESSAGE_BYTES} are allowed")
@@ -45,8 +45,8 @@ class ByteStream:
         """The next message.
 
         Raises:
-            ConnectionEnded, ConnectionStalled: none came.
-            RemoteProtocolError: what came is none, or larger than allowed.
+            ConnectionEnded, ConnectionStalled: no message arrived.
+            RemoteProtocolError: the peer sent something that is no message, or is larger than ``max_bytes``.
         """
         head = bytearray(LENGTH.size)
         self.receive_into(memoryview(head), until_s)
@@ -58,10 +58,10 @@ class ByteStream:
         return decode(body)
 
     def send(self, parts: Sequence[bytes | memoryview], until_s: float = NEVER_S) -> None:
-        """Sends all of it.
+        """Sends all parts.
 
         Raises:
-            ConnectionEnded, ConnectionStalled: it did not get out.
+            ConnectionEnded, ConnectionStalled: not all could be sent.
         """
         for part in parts:
             rest = memoryview(part)
@@ -77,10 +77,10 @@ class ByteStream:
                     raise self._ended(error) from None
 
     def receive_into(self, view: memoryview, until_s: float = NEVER_S) -> None:
-        """Fills all of ``view``.
+        """Receives until ``view`` is full.
 
         Raises:
-            ConnectionEnded, ConnectionStalled: not so much came.
+            ConnectionEnded, ConnectionStalled: fewer bytes arrived.
         """
         while view:
             try:
@@ -99,12 +99,12 @@ class ByteStream:
             view = view[num_bytes:]
 
     def hang_up(self) -> None:
-        """Ends the connection for all threads that wait on it, at both ends; for threads that do not own it."""
+        """Shuts the connection down. All threads that wait on it, at both ends, return. Any thread may call it."""
         with contextlib.suppress(OSError, ValueError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends it. No other thread may use it any more. Any number of times."""
+        """Closes the connection. No other thread may use it any more. May be called several times."""
         self._sock.close()
 
     def _ended(self, error: Exception) -> ConnectionEnded:
@@ -122,10 +122,10 @@ class ByteStream:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``; an IPv6 address stands in brackets.
+    """Splits ``HOST:PORT`` into host and port. An IPv6 address must be in brackets.
 
     Raises:
-        ConfigurationError: it is no such text.
+        ConfigurationError: ``address`` does not have this form.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
@@ -134,7 +134,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def connect(address: str, until_s: float) -> socket.socket:
-    """A TCP connection. Raises ConnectionStalled if it does not come about."""
+    """Opens a TCP connection. Raises ConnectionStalled on failure."""
     host, port = split_address(address)
     try:
         return socket.create_connection((host, port), max(0.01, until_s - time.monotonic()))

@@ -1,9 +1,9 @@
-"""What a node does with what comes from above, where the publishers are, and from below, where the consumers are.
+"""Forwards messages and buckets on a node, between *above* (the publishers' side) and *below* (the consumers' side).
 
-It is the same on the publishers' node and on each node below: every consumer has a *tunnel* to its device, through
-which their messages pass. What the device says to many of them comes once, and goes over each link once. So does a
-bucket: it comes into a slot of this node's buffer, from where the consumers of this node copy it and links take it to
-other nodes. The slot is free again when all have let it go.
+It is the same on the publishers' node and on each node below. Every consumer has a *tunnel* to its device for their
+messages. A message from the device to several consumers arrives once and goes over each link once. So does a bucket: it
+arrives in a slot of this node's buffer, from which local consumers copy it and links send it to other nodes. The slot
+is free again when all of them have released it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from keepstep.weights.memory.pieces import CHECKSUM_BYTES
 from keepstep.weights.remote.kept import Serving, VersionKeeper
 
 CONSUMER_SHARE = 0.7
-"""Of the deadline, for a consumer of this node that holds a slot which the next bucket waits for. Below the deadline,
-so that the node that sees the culprit acts before the device, which sees only that nothing moves on any tunnel."""
+"""Share of the deadline for a local consumer that holds a slot that the next bucket needs. It is below 1, so that this
+node, which knows the culprit, acts before the device, which sees only that no tunnel makes progress."""
 NUM_SLOTS = 8
-"""Of a node's buffer: some are filled by the streams of a link while others are read."""
+"""Number of slots in a node's buffer: the streams of a link fill some while others are read."""
 MAX_SLOT_BYTES = 1 << 30
-"""What claims more is refused before memory is taken for it."""
+"""A larger claim of a peer is refused before memory is allocated for it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketInSlot:
-    """A bucket that lies in this node's buffer, until ``release`` is called.
+    """A bucket in a slot of this node's buffer. It stays there until ``release`` is called.
 
     Attributes:
-        update: of which update.
+        update: number of the update.
         bucket: its index in the plan.
         part: the bucket and its checksum, readable until ``release``.
-        release: called when no consumer reads there any more. Any thread, any number of times.
+        release: the receiver of this object calls it when it no longer reads. Any thread, any number of times.
     """
 
     update: int
@@ -56,39 +56,39 @@ class Above(Protocol):
     """The way to the devices. No call blocks."""
 
     def open(self, tunnel: int, introduction: msg.SubscriberCalled) -> None:
-        """A consumer wants to attach itself."""
+        """Requests to attach a consumer."""
         ...
 
     def say(self, tunnel: int, message: AnyTransferMessage) -> None:
-        """A consumer says something to its device."""
+        """Sends a message from a consumer to its device."""
         ...
 
     def end(self, tunnel: int, reason: str) -> None:
-        """A consumer is gone."""
+        """Reports that a consumer is gone."""
         ...
 
 
 class Below(Protocol):
-    """Where tunnels lead to: the consumers of this node, or a link to another one. No call blocks for long."""
+    """The lower end of tunnels: the consumers of this node, or a link to another node. No call blocks for long."""
 
     def tell(self, key: int, message: AnyTransferMessage, buffer: SlotBuffer | None) -> None:
-        """The device says something to a consumer; a `Welcomed` comes with this node's buffer."""
+        """Sends a message from the device to a consumer. A `Welcomed` comes with this node's ``buffer``."""
         ...
 
     def begin(self, update: msg.UpdateBeganFor) -> None:
-        """An update begins; the numbers of its members are keys."""
+        """Announces an update. The numbers of its members are keys."""
         ...
 
     def tell_all(self, keys: Sequence[int], message: msg.Notice | msg.BucketUnchanged) -> None:
-        """The device says something to these consumers; of a bucket to all that want it."""
+        """Sends a message from the device to these consumers; one about a bucket, to all that want the bucket."""
         ...
 
     def give(self, keys: Sequence[int], bucket: BucketInSlot) -> None:
-        """A bucket has come that these consumers want."""
+        """Delivers a bucket to these consumers."""
         ...
 
     def end(self, key: int, reason: str) -> None:
-        """Nothing more comes on a tunnel."""
+        """Ends a tunnel."""
         ...
 
 
@@ -104,7 +104,7 @@ class _Tunnel:
     moved_s: float = 0.0
     is_welcomed: bool = False
     serving: Serving | None = None
-    """While it is given what is kept here; it is led to the device afterwards."""
+    """Set while this node sends the consumer the kept version. Afterwards the consumer attaches to the device."""
 
 
 class _Group(NamedTuple):
@@ -124,17 +124,17 @@ class _Flow:
     members: dict[int, int] = dataclasses.field(default_factory=dict)
     """Tunnel -> reader."""
     groups: dict[tuple[int, ...], list[_Group]] = dataclasses.field(default_factory=dict)
-    """By readers of a bucket: where it goes, as long as the members are the same."""
+    """Readers of a bucket -> its destinations. Cleared when the members change."""
 
 
 class Switch:
-    """Any thread may call any method; none is called back with the switch locked but `Below.tell` and `Below.end`."""
+    """Connects a node's tunnels. All methods are thread-safe. It calls `Below.tell` and `Below.end` while locked."""
 
     def __init__(self, deadline_s: float, *, keeps: bool = False) -> None:
         """Args:
-        deadline_s: that of the publishers.
-        keeps: keep the last version in host memory, for consumers that come late. It takes as much memory as the
-            weights, and twice as much while the next version comes.
+        deadline_s: the publishers' deadline, in seconds.
+        keeps: keep the last version in host memory, for consumers that attach late. It takes as much memory as the
+            weights, and twice as much while the next version arrives.
         """
         self._deadline_s = deadline_s
         self._keeper = VersionKeeper() if keeps else None
@@ -146,19 +146,19 @@ class Switch:
         self._above: Above | None = None
         self._buffer: SlotBuffer | None = None
         self._holders: list[set[object]] = []
-        """Of each slot; while it is filled, an object of its own."""
+        """For each slot, the holders that have not released it: tunnels, links, or the thread that fills it."""
         self._last_layout: tuple[Layout, dict[int, Bucket]] | None = None
         self.version: int | None = None
-        """The last one that was committed on a tunnel here."""
+        """The last version that was committed on a tunnel of this node."""
         self.version_bytes = 0
-        """Of the last version's buckets together."""
+        """Total size of the last version's buckets."""
         self.num_bytes = 0
-        """Of buckets that have come, all together."""
+        """Total size of all received buckets."""
 
     # ---- from below -------------------------------------------------------------------------------------------------
 
     def open(self, below: Below, key: int, introduction: msg.SubscriberCalled, *, is_local: bool) -> int:
-        """A consumer wants to attach itself; it waits while there is no way up. Returns the number of its tunnel."""
+        """Opens a tunnel for a consumer and returns its number. The consumer waits while there is no way up."""
         with self._changed:
             self._last_tunnel += 1
             tunnel = self._last_tunnel
@@ -194,20 +194,20 @@ class Switch:
 
     @property
     def slot_bytes(self) -> int:
-        """Of this node's buffer; 0 while there is none."""
+        """Size of a slot in this node's buffer; 0 while there is no buffer."""
         with self._changed:
             return 0 if self._buffer is None else self._buffer.slot_bytes
 
     @property
     def num_tunnels(self) -> int:
-        """Of consumers that are attached through this node, or wait for it."""
+        """Number of consumers that are attached through this node, or are waiting to be."""
         with self._changed:
             return len(self._tunnels)
 
     # ---- from above -------------------------------------------------------------------------------------------------
 
     def rise(self, above: Above) -> None:
-        """There is a way up now: those who wait are led there."""
+        """Sets the way up, and opens the waiting tunnels there."""
         with self._changed:
             self._above = above
             for number, tunnel in self._tunnels.items():
@@ -215,7 +215,7 @@ class Switch:
                     above.open(number, tunnel.introduction)
 
     def fall(self, culprit: str, reason: str) -> None:
-        """The way up is lost: every tunnel ends. Consumers keep what they have, and dial again."""
+        """Removes the way up, which is lost, and ends its tunnels. The consumers keep their weights and reconnect."""
         with self._changed:
             self._above = None
             for number, tunnel in list(self._tunnels.items()):
@@ -254,7 +254,7 @@ class Switch:
                 self._end_below(tunnel, "the device", message.reason, is_told=True)
 
     def hear_all(self, message: msg.ToProxied) -> None:
-        """The device says something to several consumers, by the numbers of their tunnels."""
+        """Forwards a message from the device to several consumers, by the numbers of their tunnels."""
         with self._changed:
             match message:
                 case msg.UpdateBeganFor():
@@ -282,17 +282,17 @@ class Switch:
             self._end_below(tunnel, "the device", reason)
 
     def bring(self, update: int, bucket: int, num_bytes: int, fill: Fill) -> None:
-        """A bucket comes: waits for its slot, has it filled, and gives it to all who want it.
+        """Receives a bucket: waits for its slot, calls ``fill``, and gives the bucket to all consumers that want it.
 
-        The caller has seen to it that all messages that the device sent before the bucket have been heard.
+        Before this call, the caller must have forwarded all messages that the device sent before the bucket.
 
         Args:
-            update, bucket: which.
-            num_bytes: of the bucket and its checksum.
-            fill: writes so many bytes; called once, with None for a bucket that no consumer wants any more.
+            update, bucket: number of the update, and index of the bucket.
+            num_bytes: size of the bucket and its checksum.
+            fill: writes these bytes into the slot. Called once, with None if no consumer wants the bucket any more.
 
         Raises:
-            PeerLost: from ``fill``, or because no slot came free.
+            PeerLost: from ``fill``, or because no slot became free in time.
         """
         claim = object()
         slot = self._claim(update, bucket, num_bytes, claim)
@@ -316,7 +316,7 @@ class Switch:
             self._release(holders, claim)
 
     def served(self, number: int, version: int | None, has_failed: bool) -> None:
-        """A consumer has got what is kept here, or (None) has not; it is led to the device."""
+        """Called when a consumer has loaded the kept version, or has not (None). Attaches it to the device next."""
         with self._changed:
             if (tunnel := self._tunnels.get(number)) is None:
                 return
@@ -333,7 +333,7 @@ class Switch:
     # ---- slots ------------------------------------------------------------------------------------------------------
 
     def _claim(self, update: int, bucket: int, num_bytes: int, claim: object) -> int | None:
-        """Waits for the slot of a bucket; None if no consumer wants it."""
+        """Waits for the slot of a bucket and claims it. None if no consumer wants the bucket."""
         until_s = time.monotonic() + 2 * self._deadline_s
         with self._changed:
             while True:
@@ -362,7 +362,7 @@ class Switch:
                 tunnel.below.end(tunnel.key, reason)
 
     def _wanting(self, update: int, bucket: int) -> list[_Group]:
-        """Who wants a bucket."""
+        """The tunnels that want a bucket, by destination."""
         flow = self._flows.get(update)
         if flow is None or bucket not in flow.buckets:
             return []
@@ -374,7 +374,7 @@ class Switch:
         return flow.groups[readers]
 
     def _grouped(self, numbers: Sequence[int]) -> list[_Group]:
-        """Those of these tunnels that are there, by where they lead."""
+        """Those of the tunnels that are still open, grouped by destination."""
         groups: dict[int, _Group] = {}
         for number in numbers:
             if (tunnel := self._tunnels.get(number)) is not None:
@@ -384,7 +384,7 @@ class Switch:
         return list(groups.values())
 
     def _gift(self, update: int, bucket: int, part: SlotPart, group: _Group) -> BucketInSlot:
-        """Makes those who want a bucket its holders. A consumer of this node holds by its tunnel, a link as a whole."""
+        """Makes the group holders of the bucket's slot: each tunnel of a local consumer, or a link as a whole."""
         holders = self._holders[part.slot]
         if self._tunnels[group.tunnels[0]].is_local:
             now_s = time.monotonic()
@@ -398,7 +398,7 @@ class Switch:
         return BucketInSlot(update, bucket, part, lambda: self._release(holders, token))
 
     def free(self, tunnel: int, update: int, slot: int) -> None:
-        """A consumer of this node has taken what it needs from a slot."""
+        """Releases a slot for a consumer of this node."""
         with self._changed:
             if tunnel in self._tunnels and self._tunnels[tunnel].update == update and 0 <= slot < len(self._holders):
                 self._tunnels[tunnel].moved_s = time.monotonic()
@@ -425,7 +425,7 @@ class Switch:
     # ---- updates and tunnels ----------------------------------------------------------------------------------------
 
     def _begin(self, began: msg.UpdateBeganFor) -> None:
-        """The members take part in this update, and in none before."""
+        """Begins an update for its members. They leave their former updates."""
         members = {member.number: member for member in began.members if member.number in self._tunnels}
         for number in members:
             self._part(number, self._tunnels[number])
@@ -449,7 +449,7 @@ class Switch:
             group.below.begin(msgspec.structs.replace(began, members=tuple(theirs)))
 
     def _part(self, number: int, tunnel: _Tunnel) -> None:
-        """The tunnel takes no part in its update any more, and reads in no slot."""
+        """Removes a tunnel from its update, and releases all its slots."""
         for holders in self._holders:
             holders.discard(number)
         flow = self._flows.get(tunnel.update)
@@ -477,7 +477,7 @@ class Switch:
         tunnel.below.end(tunnel.key, reason)
 
     def _refuse(self, number: int, reason: str) -> None:
-        """What came from above cannot be had here."""
+        """Refuses a consumer, because this node cannot forward the device's buckets to it."""
         tunnel = self._tunnels[number]
         tunnel.below.tell(tunnel.key, msg.Refused(reason, stale=False), None)
         if self._above is not None:
@@ -485,7 +485,7 @@ class Switch:
         self._end_below(number, "this node", reason, is_told=True)
 
     def close(self) -> None:
-        """Ends every tunnel, and gives the buffer back; nothing may be filled or read there any more."""
+        """Ends the tunnels and frees the buffer, which must not be used any more."""
         self.fall("this node", "it is shut down")
         with self._changed:
             if self._buffer is not None:

@@ -1,1 +1,1 @@
-"""What a training loop is handed: steps, and the batches of a loader."""
+"""The loops of a training script: over steps, over batches and over epochs."""

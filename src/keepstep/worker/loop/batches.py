@@ -17,9 +17,9 @@ class Batches:
         self, reading: Reading | StreamReading, steps: Callable[[int], Iterator[Step]], length: int | None = None
     ) -> None:
         """Args:
-        reading: gives the batches.
-        steps: hands out so many steps.
-        length: of the whole training, in steps; by default that of all epochs.
+        reading: reads the batches.
+        steps: returns an iterator over the given number of steps.
+        length: number of steps of the whole training; by default the steps of all epochs.
         """
         self._reading = reading
         self._steps = steps

@@ -24,17 +24,17 @@ class Epochs:
 
     def __init__(self, reading: Reading, start: Callable[[], StepController], present: Callable[[Step], None]) -> None:
         """Args:
-        reading: gives the batches.
-        start: begins the training, when the first epoch is asked for.
-        present: told of each step that is handed out.
+        reading: reads the batches.
+        start: begins the training. Called when the script requests the first epoch.
+        present: called with each step that is yielded.
         """
         self._reading = reading
         self._start, self._present = start, present
         self._controller: StepController | None = None
         self._index: int | None = None
-        """What was handed out last: a step, or the end of an epoch. None: all are through."""
+        """Number of the last step or end of an epoch that was yielded; None after the last epoch."""
         self.own: Any = None
-        """A `State`, made by ``start``: its ``begun`` is the last epoch whose beginning counts."""
+        """The `State` that ``start`` creates. Its ``begun`` is the last epoch whose beginning is committed."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -59,7 +59,7 @@ class Epochs:
             self._reading.close()
 
     def _place(self) -> tuple[int, int]:
-        """The epoch, and the position in it, that were handed out; the end of an epoch lies after all its steps."""
+        """The current epoch and the position in it. The end of an epoch is the position after all its steps."""
         assert self._index is not None
         return divmod(self._index, self.steps_per_epoch + 1)
 
@@ -69,7 +69,7 @@ class Epochs:
         self._index = controller.next_step(len(self) * (self.steps_per_epoch + 1))
 
     def _end(self) -> None:
-        """The script has done what it does at the end of an epoch. It counts when all ranks have."""
+        """The script has finished the code at the end of an epoch. It is committed when all ranks have finished it."""
         controller = self._controller
         assert controller is not None
         epoch, position = self._place()
@@ -86,7 +86,7 @@ class Epochs:
         self._next()
 
     def _begin(self, epoch: int) -> None:
-        """The script has come through the beginning of an epoch to its steps."""
+        """The script has finished the code at the beginning of an epoch and requests the steps."""
         assert self._controller is not None
         counts = self.own.begun == epoch
         if not counts:
@@ -111,7 +111,7 @@ class Epochs:
                 )
             if position == num_steps:
                 controller.guard()
-                controller.seed()  # for what the script does at the end of the epoch
+                controller.seed()  # for the script's code at the end of the epoch
                 return
             assert self._index is not None
             step = Step(controller, self._index, controller.attempt, controller.resumed)
@@ -136,7 +136,7 @@ class Epoch(int):
         return epoch
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)  # in a file of the script's it is a number
+        return int, (int(self),)  # pickled as a plain int
 
     def __iter__(self) -> Iterator[tuple[Step, Any]]:
         return self._epochs.steps_of(int(self))

@@ -1,4 +1,4 @@
-"""The steps of a loop that belongs to a framework, and is entered again where it was interrupted.
+"""Steps for a training loop that belongs to a framework. After an interruption, the framework enters its loop again.
 
 Such a loop is a sequence of *units*: an optimizer step with its forward and backward, or the framework's work after
 one, such as an evaluation with a checkpoint. A unit is committed when all ranks have finished it. If it is interrupted,
@@ -31,36 +31,39 @@ class ForeignLoop:
         self._begin = begin
         self._controller: StepController | None = None
         self.index = 0
-        """Of the unit that was handed out last."""
+        """Number of the current unit."""
         self.is_inside = False
-        """Whether it was begun."""
+        """Whether the current unit has begun."""
 
     @property
     def controller(self) -> StepController:
-        """What takes this rank through its steps, from `enter` on."""
+        """The controller of this rank's steps. Available from `enter` on."""
         assert self._controller is not None, "the loop was not entered"
         return self._controller
 
     def enter(self) -> None:
-        """The framework is about to enter its loop: from here on the protected state says where. A spare waits."""
+        """Starts the loop. Call it before the framework enters its own loop. A spare waits here for a rank.
+
+        On return the protected state contains the position at which the framework must enter its loop.
+        """
         self._controller = self._begin()
         self._controller.leave_between_steps()
         self.go_back()
 
     def begin(self, draws_as: int) -> None:
-        """The unit's forward and backward begin.
+        """Begins the current unit. Call it before the forward and backward.
 
         Args:
-            draws_as: of which step's random numbers.
+            draws_as: number of the step whose random numbers the unit draws.
         """
         self.is_inside = True
         self.controller.begin(draws_as)
 
     def commit(self) -> None:
-        """The unit is done; the next one is handed out.
+        """Commits the unit and makes the next one the current unit.
 
         Raises:
-            StepInterrupted: the protected state is not that after this unit any more, or was not yet.
+            StepInterrupted: a recovery has changed the protected state, so it is not the state after this unit.
         """
         controller = self.controller
         if not self.is_inside:
@@ -73,14 +76,17 @@ class ForeignLoop:
             raise StepInterrupted
 
     def go_back(self) -> None:
-        """Recovers; the protected state says where to enter the loop. After `enter`, and `is_interruption`."""
+        """Waits for the recovery. Call it after `is_interruption` returned True; `enter` calls it, too.
+
+        On return the protected state contains the position at which the framework must enter its loop.
+        """
         self._hand_out(sys.maxsize)
 
     def is_interruption(self, error: BaseException) -> bool:
-        """Whether an exception that leaves the framework's loop belongs to a failure elsewhere: if so, undoes the unit.
+        """Whether a failure of another rank caused an exception. If so, this method undoes the unit.
 
         Args:
-            error: the exception.
+            error: the exception that left the framework's loop.
         """
         controller = self.controller
         if not controller.is_interruption(error):
@@ -90,11 +96,11 @@ class ForeignLoop:
         return True
 
     def run(self, loop: Callable[[], object], put: Callable[[], object]) -> None:
-        """Runs the framework's loop until all ranks are at its end, and enters it again where it is interrupted.
+        """Runs the framework's loop until all ranks have reached its end, and enters it again after an interruption.
 
         Args:
-            loop: the rest of it, from where the protected state says.
-            put: gives the framework what the protected state says.
+            loop: runs the rest of the framework's loop, from the position in the protected state.
+            put: sets the framework's own state from the protected state.
         """
         while True:
             try:
@@ -109,12 +115,12 @@ class ForeignLoop:
                 put()
 
     def finish(self) -> bool:
-        """The framework's loop is at its end, which the protected state says, too.
+        """Ends the loop on this rank. Call it when the framework's loop and the protected state are at the end.
 
         Returns:
-            whether all ranks are. If not, enter the loop again.
+            True if all ranks have reached the end. If False, the framework must enter its loop again.
         """
-        self.controller.undo()  # the unit that was handed out is not needed
+        self.controller.undo()  # the current unit is not needed
         index = self.controller.next_step(self.index)
         if index is not None:
             self.index = index
@@ -128,19 +134,19 @@ class ForeignLoop:
 
 
 def numbered(name: str, things: list[Any]) -> dict[str, Any]:
-    """Arguments for `Session.protect`: one thing under the name alone, several under the name with a number each."""
+    """Keyword arguments for `Session.protect`: one object as ``name``, several as ``name`` with a number each."""
     if len(things) == 1:
         return {name: things[0]}
     return {f"{name}{number}": thing for number, thing in enumerate(things)}
 
 
 def warn_of_release(framework: str, present: str, tested: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    """Warns of a release of a framework for which the tests have not passed. Called where the user's object is made.
+    """Warns if keepstep was not tested with the installed release of a framework.
 
     Args:
-        framework: its name.
-        present: the version that is installed.
-        tested: the first release for which they have passed, and the first one behind these.
+        framework: name of the framework.
+        present: the installed version.
+        tested: the range of tested releases: the first tested one, and the first one after the range.
     """
     version = tuple(int(part) for part in present.split("+")[0].split(".")[:2])
     if not tested[0] <= version < tested[1]:
@@ -153,12 +159,12 @@ def warn_of_release(framework: str, present: str, tested: tuple[tuple[int, int],
 
 
 def warn_of_tensors(callbacks: Iterable[object], modules: Iterable[torch.nn.Module], what_to_do: str) -> None:
-    """Warns of callbacks that keep tensors or modules of their own, such as averaged weights, which nothing restores.
+    """Warns of callbacks that keep tensors or modules of their own, such as averaged weights: they are not restored.
 
     Args:
-        callbacks: those whose state is not protected.
-        modules: those that are protected, of which they may keep what they like.
-        what_to_do: the end of the warning.
+        callbacks: callbacks whose state is not protected.
+        modules: protected modules. Callbacks may keep references to their tensors.
+        what_to_do: advice at the end of the warning.
     """
     own = {_storage(tensor) for module in modules for tensor in _tensors(module)}
     for callback in callbacks:

@@ -11,12 +11,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def have_samplers_wait(rank: Callable[[], int]) -> None:
-    """Has every ``DistributedSampler`` that is made from now on ask for its rank when it is used, and not before.
+    """Makes every ``DistributedSampler`` created from now on read the rank at its first use, not at its creation.
 
-    On a spare: the rank is not known yet, and asking for it where the sampler is made would hold up the script there.
+    A spare has no rank when its script creates the sampler. Reading the rank there would block the script.
 
     Args:
-        rank: gives this process's rank, and waits for it.
+        rank: waits until this process has a rank, and returns it.
     """
     make = DistributedSampler.__init__
 
@@ -32,7 +32,7 @@ def have_samplers_wait(rank: Callable[[], int]) -> None:
 
 
 class _LateRank:
-    """The attribute ``rank``: where it is None, the one that this process gets."""
+    """The attribute ``rank`` of a sampler. If its value is None, reading it waits for this process's rank."""
 
     def __init__(self, wait: Callable[[], int]) -> None:
         self._wait = wait
@@ -50,7 +50,7 @@ class _LateRank:
 
 
 class Joined(Protocol):
-    """What this needs of a `keepstep.Session`."""
+    """The part of `keepstep.Session` that this module uses."""
 
     @property
     def is_waiting_spare(self) -> bool:
@@ -73,13 +73,13 @@ class Joined(Protocol):
 
 
 def have_accelerate_wait(session: Callable[[], Joined | None]) -> None:
-    """Has what Accelerate makes of a process and of its loaders ask for the rank when it is used, and not before.
+    """Makes Accelerate's process state and batch sampler shards read the rank at their first use.
 
-    On a spare; else nothing changes. Transformers makes the state of a process for its arguments, before the model is
-    built. What shares out the samples of a loader is made with the loader; see `Session.pretending`.
+    It has an effect on spares only. Transformers creates the process state for its ``TrainingArguments``, before the
+    script builds the model. Accelerate creates the batch sampler shard with the loader; see `Session.pretending`.
 
     Args:
-        session: gives that of this process, if there is one.
+        session: returns the session of this process, or None.
     """
     from accelerate.data_loader import BatchSamplerShard
     from accelerate.state import AcceleratorState, PartialState
@@ -96,7 +96,7 @@ def have_accelerate_wait(session: Callable[[], Joined | None]) -> None:
         with present.pretending():
             make(state, *arguments, **options)
         for name in ("RANK", "LOCAL_RANK"):
-            os.environ.pop(name, None)  # environ: Accelerate has made them up
+            os.environ.pop(name, None)  # environ: Accelerate has set them to its own defaults
         vars(state).update(process_index=None, local_process_index=None)
 
     PartialState.__init__ = made
@@ -107,8 +107,10 @@ def have_accelerate_wait(session: Callable[[], Joined | None]) -> None:
 
 
 class _LateIndex:
-    """The attribute of Accelerate's that says which process this is. It is None where it was set while a spare
-    pretends, and is asked for when it is used."""
+    """An attribute of Accelerate with the index of this process.
+
+    A value that is set inside `Session.pretending` is stored as None. Reading it later waits for the rank.
+    """
 
     def __init__(self, name: str, session: Callable[[], Joined | None], ask: Callable[[Joined], int]) -> None:
         self._name, self._session, self._ask = name, session, ask
@@ -121,7 +123,7 @@ class _LateIndex:
         held, present = vars(state)[self._name], self._session()
         if held is None and present is not None:
             if present.is_pretending:
-                return 1  # not the first one, which writes
+                return 1  # not 0: the process with index 0 writes files
             held = vars(state)[self._name] = self._ask(present)
         return held
 

@@ -33,11 +33,11 @@ class Loops(abc.ABC):
         self._controller: StepController | None = None
         self._runner: StepRunner | None = None
         self._present: Step | None = None
-        """The step that a loop was handed last."""
+        """The step that the loop yielded last."""
         self._has_batches = False
 
     def _set_controller(self, controller: StepController) -> None:
-        """From now on there is something to restore."""
+        """Registers the controller of this process's steps: from now on there is state to restore."""
         self._controller, self._runner = controller, StepRunner(controller)
 
     @property
@@ -65,7 +65,7 @@ class Loops(abc.ABC):
 
     @abc.abstractmethod
     def _has_fewer_steps(self, num_steps: int) -> int | None:
-        """How many steps the job has completed, where these are fewer than ``num_steps`` and it was not ended."""
+        """The job's number of completed steps, if it is below ``num_steps`` and the job was not terminated; or None."""
 
     @abc.abstractmethod
     def _goes_back(self) -> bool:
@@ -160,7 +160,7 @@ class Loops(abc.ABC):
             return self.begin()
 
         def present(step: Step) -> None:
-            self._refuse_going_back()  # with the first step it is known who holds what
+            self._refuse_going_back()  # only now it is known which ranks hold which shards
             self._hand(step)
 
         handed = Epochs(self._reading(loader, num_epochs, accumulate), start, present)

@@ -1,4 +1,4 @@
-"""The batches of a torch ``DataLoader``, each found again by its step."""
+"""Random access to the batches of a torch ``DataLoader``, by step."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Reading:
         loader: see `Session.batches`.
         epochs: see there.
         accumulate: see there.
-        seed: of the session.
-        rank: whose samples this process reads; asked when the first batch is read.
+        seed: seed of the session.
+        rank: returns the rank whose samples this process reads. First called when the first batch is read.
         restores: see `BatchReader`.
 
         Raises:
-            ConfigurationError: the loader's order cannot be found again, or a number is below 1.
+            ConfigurationError: the loader's order is not reproducible, or a number is below 1.
         """
         self._accumulate = whole("accumulate", accumulate, 1)
         loader, self._place = prepared(loader)
@@ -46,7 +46,7 @@ class Reading:
 
     @property
     def epochs(self) -> int:
-        """Of the whole training."""
+        """Number of epochs of the whole training."""
         return self._order.epochs
 
     @property
@@ -55,12 +55,14 @@ class Reading:
         return -(-self._order.num_batches // self._accumulate)
 
     def read(self, epoch: int, position: int) -> Any:
-        """The batch of a step, or its list of batches. A step that comes again reads again: the script may have changed
-        the former objects in ways that cannot be seen, such as ``batch.pop("labels")`` or ``x.data.mul_(2)``.
+        """Returns the batch of a step, or its list of batches.
+
+        A repeated step reads its batch again. The script may have changed the former objects in ways that keepstep
+        cannot detect, such as ``batch.pop("labels")`` or ``x.data.mul_(2)``.
 
         Args:
-            epoch: of the step.
-            position: of the step in its epoch.
+            epoch: epoch of the step, from 0.
+            position: position of the step in its epoch, from 0.
         """
         first = position * self._accumulate
         last = min(first + self._accumulate, self._order.num_batches)
@@ -77,10 +79,11 @@ class Reading:
 
 
 def check_replicas(loader: DataLoader[Any], data_world_size: int, world_size: int) -> None:
-    """Refuses a ``DistributedSampler`` that gives samples of their own to ranks that must read the same ones.
+    """Refuses a ``DistributedSampler`` that gives different samples to ranks that must read the same ones.
 
     Raises:
-        ConfigurationError: it shares them out among all ranks, as it does by default, and not all differ in their data.
+        ConfigurationError: the sampler splits the samples among all ranks, which is its default, but some ranks
+            (tensor- or pipeline-parallel peers) must read the same samples.
     """
     replicas = (part.num_replicas for part in samplers_of(prepared(loader)[0]) if isinstance(part, DistributedSampler))
     if data_world_size < world_size and world_size in replicas:

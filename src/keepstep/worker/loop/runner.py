@@ -17,24 +17,31 @@ Result = TypeVar("Result")
 
 
 class StepRunner:
-    """Runs functions as steps, and keeps what they were given as long as the job may come back to them."""
+    """Runs functions as steps. It keeps their arguments as long as the job may go back to their steps."""
 
     def __init__(self, controller: StepController) -> None:
         self._controller = controller
         self._kept: dict[int, _Call] = {}
-        """By the index of their steps."""
+        """The kept calls, by step index."""
 
     def run(self, step: Step, function: Callable[..., Result], arguments: Any, keywords: Any) -> Result:
-        """Calls the function in a step that was handed out and not entered, until it counts.
+        """Calls the function in a step, and repeats the call until the step is committed.
 
-        Where the job has gone back to an earlier step, that one's function is called again first.
+        If the job goes back to an earlier step, this method first calls the functions of that and the following steps
+        again.
+
+        Args:
+            step: a step that was yielded and not entered.
+            function: the body of the step.
+            arguments: positional arguments of the function.
+            keywords: keyword arguments of the function.
 
         Returns:
-            what it has returned in the attempt that counts.
+            the result of the committed call.
 
         Raises:
-            UsageError: it has changed a tensor that it was given.
-            NothingToRecoverFrom: the job has gone back to a step before the first that was run so.
+            UsageError: the function has changed a tensor argument in place.
+            NothingToRecoverFrom: the job has gone back to a step whose arguments are not kept.
         """
         self._forget(step.index)
         self._kept[step.index] = _Call(function, arguments, keywords)
@@ -65,7 +72,7 @@ class StepRunner:
 
 
 class _Call:
-    """A function with its arguments, which it may be given several times."""
+    """A function with its arguments, which can be called several times."""
 
     def __init__(self, function: Callable[..., Any], arguments: Any, keywords: Any) -> None:
         self._function = function
@@ -88,5 +95,5 @@ class _Call:
 
 
 def _copied(leaf: Any) -> Any:
-    """Another container of the same things; what pytrees know as one is copied by them."""
+    """A shallow copy of a container; pytree containers are copied by ``tree_map`` itself."""
     return copy.copy(leaf) if hasattr(leaf, "__setitem__") and not isinstance(leaf, torch.Tensor) else leaf

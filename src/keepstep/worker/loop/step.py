@@ -32,7 +32,7 @@ class Step:
         self._controller = controller
 
     def place(self, epoch: int, position: int, steps_per_epoch: int) -> None:
-        """Says where it stands in its epoch."""
+        """Sets `epoch`, `position` and `is_epoch_end`."""
         self.epoch, self.position = epoch, position
         self.is_epoch_end = position == steps_per_epoch - 1
 

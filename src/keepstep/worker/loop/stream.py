@@ -15,26 +15,27 @@ from keepstep.worker.values.attributes import State
 
 
 class StreamReading:
-    """Reads the batches of each step in turn. Where the loader stood is known to a step that comes again, and to a
-    replacement: this rank's own value of `Session.state`.
+    """Reads the batches of each step in turn.
+
+    The loader's position is a rank-local value of `Session.state`. A repeated step and a replacement continue there.
     """
 
     epochs = 1
-    """A stream is read until there have been so many steps, from its front again where it ends."""
+    """One, because a stream has no epochs: at its end the reading starts again, until the last step."""
 
     def __init__(
         self, loader: Any, num_steps: int, accumulate: int, own: State, seed: int, rank: Callable[[], int]
     ) -> None:
         """Args:
         loader: see `Session.batches`.
-        num_steps: of the whole training.
-        accumulate: batches of a step.
-        own: has ``position``, this rank's.
-        seed: of the session.
-        rank: whose samples this process reads; asked when the first batch is read.
+        num_steps: number of steps of the whole training.
+        accumulate: batches per step.
+        own: the rank-local values; ``position`` holds the loader's state.
+        seed: seed of the session.
+        rank: returns the rank whose samples this process reads. First called when the first batch is read.
 
         Raises:
-            ConfigurationError: the loader has no position, or a number is below 1.
+            ConfigurationError: the loader has no ``state_dict()``, or a number is below 1.
         """
         self.steps_per_epoch = whole("steps", num_steps, 1)
         self._accumulate = whole("accumulate", accumulate, 1)
@@ -75,13 +76,13 @@ class StreamReading:
 
 
 def is_stream(loader: Any) -> bool:
-    """Whether a loader is to be iterated: it has a position, or its dataset has no indices."""
+    """Whether the batches must be read sequentially: the loader has ``state_dict()``, or its dataset has no indices."""
     own, _place = prepared(loader)
     return _has_state(own) or isinstance(getattr(own, "dataset", None), IterableDataset) or not hasattr(own, "dataset")
 
 
 def positioned(loader: Any) -> Any:
-    """What of a loader has a position: it, or its dataset where that is read in this process alone.
+    """The object that holds a loader's position: the loader, or its dataset if only this process reads it.
 
     Raises:
         ConfigurationError: neither has ``state_dict()`` and ``load_state_dict()``.

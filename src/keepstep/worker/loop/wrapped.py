@@ -1,4 +1,4 @@
-"""What frameworks wrap around torch's own objects: Accelerate, and Lightning Fabric."""
+"""Unwraps torch's objects from the wrappers of Accelerate and Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _INSIDE = {
     "_FabricModule": "_forward_module",
     "_FabricOptimizer": "optimizer",
 }
-"""By the name of the wrapper's class the attribute under which it has what it wraps."""
+"""Name of a wrapper class -> the attribute that holds the wrapped object."""
 
 
 def unwrapped(thing: Any) -> Any:
-    """The object of torch, or of the user, in it: that one has the hooks, and the tensors to restore."""
+    """The torch or user object inside a wrapper: it has the hooks, and the tensors to restore."""
     for name, attribute in _INSIDE.items():
         if is_named(thing, name):
             return unwrapped(getattr(thing, attribute))
@@ -25,7 +25,11 @@ def unwrapped(thing: Any) -> Any:
 
 
 def prepared(loader: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The loader of torch in one that Accelerate or Lightning Fabric has prepared, and what places a batch of it."""
+    """Splits a loader that Accelerate or Lightning Fabric has prepared.
+
+    Returns:
+        the torch loader, and a function that moves a batch to the device.
+    """
     if is_named(loader, "DataLoaderShard"):
         from accelerate.utils import send_to_device
 

@@ -1,9 +1,9 @@
 """Checkpoints: the last resort when no live rank holds a shard any more.
 
-Written in torch's distributed checkpoint format (DCP) by a thread, from a copy taken at the end of a step, with the
-xxh3 checksum of every file beside it. Each shard is written by one rank, all into one folder. A checkpoint counts only
-when its folder has its final name, which it gets by a rename after the last byte of the last rank is on disk, and only
-while its checksums hold.
+A thread writes them in torch's distributed checkpoint format (DCP), from a copy of the state at the end of a step, with
+the xxh3 checksum of every file. One rank writes each shard; all ranks write into the same folder. A checkpoint is valid
+only if its folder has its final name and its checksums match. The folder gets its final name by a rename after the last
+rank's last byte is on disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keepstep.worker.state.dcp.writing import CHECKSUMS, complete, write_part
 from keepstep.worker.state.protected import ProtectedState
 
 ALONE = Share()
-"""The part of a rank that holds all."""
+"""The share of a rank that writes the whole checkpoint."""
 _NAME = re.compile(r"step_(\d{10})")
 _KEPT = 2
 """Finished checkpoints kept: the newest, and one before it in case the newest does not load."""
@@ -39,7 +39,7 @@ class Checkpoints:
 
     def __init__(self, state: ProtectedState, directory: Path, every: int) -> None:
         """Raises:
-        ConfigurationError: there is no such folder, and none can be made there.
+        ConfigurationError: the folder does not exist and cannot be created, or this process cannot write to it.
         """
         self._state = state
         self._directory = directory.absolute()
@@ -50,23 +50,23 @@ class Checkpoints:
         self._written: tuple[int, int] | None = None
         """The step and generation of the part that was begun last."""
         self._damaged: set[int] = set()
-        """Steps of checkpoints that turned out not to be readable here; they stay where they are, and do not count."""
+        """Steps of checkpoints that this rank could not read. Their folders stay, but `steps` leaves them out."""
         self._failing = False
         self._is_ending = False
-        """The job is being drained: a checkpoint that cannot be written now is not due again."""
+        """Whether the job is ending. A checkpoint that cannot be written now will then not be tried again."""
 
     def steps(self) -> tuple[int, ...]:
-        """Steps of the checkpoints that seem to be whole, ascending; without those known to be damaged. Reads none."""
+        """Steps of the complete checkpoints that are not known to be damaged, ascending. It reads no file contents."""
         self._finish(wait=False)
         return self._found()
 
     def inspect(self) -> None:
-        """Reads all that this rank needs of the newest checkpoint, and of older ones until one is intact.
+        """Verifies this rank's part of the newest checkpoint; if it is damaged, of older ones, until one is intact.
 
-        They may have lain there for long, and a rank that has just started with all others has no other state.
+        Call it at the start of a job: the files may be old, and no live rank has the state.
 
         Raises:
-            ConfigurationError: there are checkpoints, and not one of them is intact.
+            ConfigurationError: there are checkpoints, but none of them is intact.
         """
         named = self._named()
         for step in reversed(named):
@@ -84,17 +84,17 @@ class Checkpoints:
             )
 
     def start_together(self, rank: int, world_size: int, store: Store) -> None:
-        """All ranks are to write their parts into one folder. None has begun to train when this returns.
+        """Checks that all ranks see the same folder. All ranks call it before they begin to train.
 
-        Rank 0 removes what a former job has left incomplete, so that no part of it gets into a checkpoint of this job.
+        Rank 0 also removes incomplete checkpoints of a former job, so that their parts cannot get into a new one.
 
         Args:
             rank: this rank.
-            world_size: how many start together.
-            store: in which they meet, of this generation.
+            world_size: number of ranks that call it.
+            store: a store of this generation that all ranks share.
 
         Raises:
-            ConfigurationError: this is another folder than that of rank 0, on another machine; or rank 0 cannot write.
+            ConfigurationError: this rank does not see the folder of rank 0, or rank 0 cannot write to the folder.
         """
         if rank == 0:
             self._remove_drafts()
@@ -120,7 +120,7 @@ class Checkpoints:
         return self._directory / f"step_{step:010d}"
 
     def _found(self) -> tuple[int, ...]:
-        """Steps of the checkpoints that seem to be whole, ascending; those known to be damaged do not."""
+        """Steps of the complete checkpoints that are not known to be damaged, ascending."""
         hopeful = [step for step in self._named() if step not in self._damaged]
         return tuple(step for step in hopeful if os.path.isfile(self._path(step) / CHECKSUMS))
 
@@ -137,7 +137,7 @@ class Checkpoints:
     # ---- writing --------------------------------------------------------------------------------------------------
 
     def is_busy(self) -> bool:
-        """Whether one is being written."""
+        """Whether this rank is writing a checkpoint."""
         self._finish(wait=False)
         return self._writing is not None
 
@@ -146,25 +146,25 @@ class Checkpoints:
         return step % self._every == 0
 
     def after_step(self, step: int, generation: int, share: Share = ALONE) -> None:
-        """Begins this rank's part of a checkpoint if one is due at ``step`` and none is being written.
+        """Begins to write this rank's part of a checkpoint, if one is due at ``step`` and none is being written.
 
-        Waits for the copy only. A checkpoint that cannot be written does not end the training: the user is told, and
-        the next one is tried.
+        It returns after the copy of the state; a thread writes the files. If a checkpoint cannot be written, keepstep
+        prints a message, the training continues, and the next checkpoint is tried.
 
         Args:
-            step: that has been reached.
-            generation: in which.
-            share: the part. Where there are others, all ranks that write one must have agreed that all are free.
+            step: the completed step.
+            generation: the current generation.
+            share: the part that this rank writes. If several ranks write, they must have agreed that none is busy.
         """
         if self.is_due(step) and not self.is_busy():
             self._begin(step, generation, share)
         self._finish(wait=False)
 
     def write_now(self, step: int, generation: int, share: Share = ALONE) -> bool:
-        """The job ends at ``step``: writes this rank's part of a checkpoint of it, and waits for it.
+        """Writes this rank's part of a last checkpoint at ``step``, and waits until the part is on disk.
 
         Returns:
-            whether there is one now: so says the last rank, if there are several.
+            whether the checkpoint is complete now. If several ranks write, those that finish early may return False.
         """
         self._is_ending = True
         self._finish(wait=True)
@@ -174,13 +174,13 @@ class Checkpoints:
         return step in self._found()
 
     def rescue(self, step: int, share: Share) -> str:
-        """The job cannot continue: each live rank writes its part of a checkpoint of ``step``. Returns their folder.
+        """Writes this rank's part of a checkpoint of ``step`` when the job cannot continue. Returns the folder.
 
-        It counts where every shard is held by a live rank, and all are at this step.
+        Each live rank calls it. The checkpoint is complete if live ranks hold every shard, all of them at this step.
 
         Raises:
-            OSError: it cannot be written.
-            StateMismatch: the parts do not make one state.
+            OSError: the part cannot be written.
+            StateMismatch: the parts of the ranks do not form one state.
         """
         draft = self._directory / f"draft_{step:010d}_rescue"
         if step not in self._found() and _write(*describe(self._state, share), draft, share):
@@ -190,14 +190,14 @@ class Checkpoints:
     def _begin(self, step: int, generation: int, share: Share) -> None:
         if step in self._found():
             return
-        # The generation is part of the name: what a fenced rank began can never be taken for ours.
+        # The name includes the generation, so that a part of a fenced rank is never mistaken for one of the survivors.
         draft = self._directory / f"draft_{step:010d}_generation_{generation}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             if share.is_all:
                 self._remove_drafts()
-            elif share.rank == 0 and not self._is_ending:  # else all ranks have agreed that none writes
-                self._remove_drafts(kept=draft.name)  # in which others may be ahead
+            elif share.rank == 0 and not self._is_ending:  # not ending: all ranks have agreed that none is writing
+                self._remove_drafts(kept=draft.name)  # other ranks may already write into this one
             content, tensors = describe(self._state, share)
             copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         except (OSError, RuntimeError) as error:  # torch's RuntimeError: no memory for the copy
@@ -207,7 +207,7 @@ class Checkpoints:
         self._writing = (self._thread.submit(self._write_and_name, content, copies, draft, step, share), step)
 
     def _remove_drafts(self, kept: str | None = None) -> None:
-        """Removes what a rank that was lost, or that could not write, has left incomplete."""
+        """Removes incomplete checkpoints, left by ranks that were lost or could not write."""
         for draft in self._directory.glob("draft_*"):
             if draft.name != kept:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -215,7 +215,7 @@ class Checkpoints:
     def _write_and_name(
         self, content: Content, copies: dict[str, torch.Tensor], draft: Path, step: int, share: Share
     ) -> None:
-        """Writes it, and lets it count as soon as all parts are on disk. Runs in the writer's thread."""
+        """Writes this rank's part, and renames the folder once all parts are on disk. Runs in the writer's thread."""
         try:
             is_complete = _write(content, copies, draft, share)
         except (OSError, RuntimeError):
@@ -253,7 +253,7 @@ class Checkpoints:
         self._damaged.discard(step)
 
     def _remove(self, step: int) -> None:
-        """Takes the name away first, so that no rank finds a checkpoint that is half removed."""
+        """Renames the folder before it deletes it, so that no rank finds a partially deleted checkpoint."""
         nameless = self._directory / f"draft_{step:010d}_removed"
         self._path(step).rename(nameless)
         shutil.rmtree(nameless)
@@ -281,12 +281,12 @@ class Checkpoints:
     # ---- loading --------------------------------------------------------------------------------------------------
 
     def load(self, step: int) -> None:
-        """Puts the state of ``step`` into the protected objects: of each tensor what this rank holds of it.
+        """Loads this rank's blocks and host values of the checkpoint at ``step`` into the protected objects.
 
         Raises:
-            StateMismatch: it is of other objects than these, which have not been touched.
-            RemoteProtocolError: it is damaged, or cannot be read. From now on `steps` leaves it out, so that the next
-                attempt takes an older one.
+            StateMismatch: the checkpoint does not match the protected objects, which have not changed.
+            RemoteProtocolError: the checkpoint is damaged or cannot be read. From now on `steps` leaves it out, so that
+                the next attempt uses an older one.
         """
         path = self._path(step)
         try:
@@ -302,36 +302,39 @@ class Checkpoints:
 
 
 def rescue(state: ProtectedState, step: int, share: Share) -> str:
-    """Saves this rank's state where nothing else can be: a folder in the working directory. Returns its path.
+    """Saves this rank's state to a folder in the working directory, for a job without a checkpoint folder.
 
-    Where ranks hold parts, all of a machine save into one folder. It is a checkpoint as soon as all parts are there.
+    If ranks hold parts, all ranks of a machine save to the same folder. It is a checkpoint once it has all parts.
 
     Args:
-        state: this rank's.
-        step: at which it is.
-        share: which part of the whole it is.
+        state: the protected state of this rank.
+        step: the step of the state.
+        share: the part that this rank writes.
+
+    Returns:
+        the path of the folder.
 
     Raises:
-        OSError: it cannot be written.
-        StateMismatch: the parts do not make one state.
+        OSError: the state cannot be written.
+        StateMismatch: the parts of the ranks do not form one state.
     """
     if share.is_all:
         path = tempfile.mkdtemp(prefix=f"keepstep-rescue-step{step}-rank{share.rank}-", dir=os.getcwd())
     else:
-        spawner = psutil.Process(os.getppid())  # the parent of all ranks of this machine, and of no other job's
+        spawner = psutil.Process(os.getppid())  # identifies the job: the parent of all its ranks on this machine only
         path = os.path.join(os.getcwd(), f"keepstep-rescue-step{step}-{spawner.pid}-{spawner.create_time():.0f}")
     _write(*describe(state, share), Path(path), share)
     return path
 
 
 def _write(content: Content, tensors: dict[str, torch.Tensor], folder: Path, share: Share) -> bool:
-    """Writes this rank's part; says whether it has made a whole checkpoint of all."""
+    """Writes this rank's part. Returns whether this rank completed the checkpoint."""
     write_part(content, tensors, folder, share)
     return complete(folder, share.shards or content.hosts[0].shards)
 
 
 def _verify(state: ProtectedState, path: Path) -> None:
-    """Compares the files that a rank needs with their checksums, or all of them where it is of another state."""
+    """Verifies the checksums of the files that this rank needs; of all files if the checkpoint does not match."""
     saved = SavedCheckpoint(path)
     try:
         StateReader(state, saved, str(path)).verify()

@@ -1,7 +1,7 @@
-"""The state of one rank at one step as a header and blocks of memory, which a replacement gets from any source.
+"""The state of one rank at one step as a header and blocks of memory. A replacement can get it from any source.
 
-The header has the names, dtypes, shapes and strides of all tensors, the host state, which parameters have a gradient,
-and what is switched off. It is msgpack: nothing is unpickled.
+The header contains the names, dtypes, shapes and strides of all tensors, the host state, the parameters that have a
+gradient, and the modes (``train()``, ``requires_grad``). It is serialized with msgpack: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from keepstep.worker.state.protected import Modes, ProtectedState
 
 
 class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the state consists of, and all of it that is in no tensor."""
+    """The description of a state's tensors, and the part of the state that is in no tensor."""
 
     step: int
     parameters: tuple[TensorHeader, ...]
@@ -30,12 +30,12 @@ class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def all_tensors(self) -> tuple[TensorHeader, ...]:
-        """In the order of the blocks."""
+        """The headers of all tensors, in the order of the blocks."""
         return (*self.parameters, *self.buffers, *self.optimizer, *self.host_tensors)
 
 
 def describe(state: ProtectedState, step: int) -> tuple[StateHeader, list[NamedBlock]]:
-    """The header of the state as it is now, and what this rank holds, in the order of the header's tensors."""
+    """Describes the current state: its header, and this rank's live blocks in the order of the header's tensors."""
     host, host_tensors = state.host_bytes()
     host_named = [(f"host/{index}", tensor) for index, tensor in enumerate(host_tensors)]
     parts = [
@@ -49,15 +49,15 @@ def describe(state: ProtectedState, step: int) -> tuple[StateHeader, list[NamedB
 
 
 def targets(state: ProtectedState, header: StateHeader, source: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors to write into, in the header's order; optimizer state that is not there yet is made.
+    """Returns the tensors to write a received state to. It creates missing optimizer state.
 
     Args:
-        state: what is written into.
-        header: what comes.
-        source: where it comes from, for messages.
+        state: the protected state that is to be overwritten.
+        header: header of the incoming state.
+        source: name of the source, for messages.
 
     Returns:
-        all of them; and those of them that are of the host state, for `finish`.
+        all tensors, in the header's order; and the tensors of the host state among them, for `finish`.
 
     Raises:
         StateMismatch: the model here has other names, shapes or dtypes.
@@ -73,7 +73,7 @@ def targets(state: ProtectedState, header: StateHeader, source: str) -> tuple[li
     if set(own) - {entry.name for entry in header.optimizer}:
         state.drop_optimizer_state()
         own = {}
-        existing.clear()  # there is no room for both
+        existing.clear()  # memory may not suffice for both
     optimizer = []
     for entry in header.optimizer:
         if own.get(entry.name) == entry:
@@ -87,7 +87,7 @@ def targets(state: ProtectedState, header: StateHeader, source: str) -> tuple[li
 
 
 def finish(state: ProtectedState, header: StateHeader, host_tensors: list[torch.Tensor]) -> None:
-    """All tensors are written: puts back what is in none."""
+    """Restores the part of the state that is in no tensor. Call it after all tensors have been written."""
     state.load_host_state(tree.unpack(msgspec.msgpack.decode(header.host), host_tensors))
     state.place_gradients(header.with_gradient)
     state.place_modes(header.modes)

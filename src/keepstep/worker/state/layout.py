@@ -20,8 +20,8 @@ from keepstep.worker.state import tree
 from keepstep.worker.state.protected import ProtectedState
 
 COMPARED_AGAIN = frozenset({1, 2, 4, 8, 16})
-"""Steps before which replicas are compared as before the first one. What is each rank's own by the way in which it is
-computed (a part of an optimizer's state, statistics of its batches) differs after one update or a few."""
+"""Replicas are also compared before these steps. State that each rank computes differently by design, such as a part of
+the optimizer state or statistics of its own batches, differs after one update or a few."""
 
 
 _AT_START = (
@@ -34,16 +34,16 @@ _LATER = (
     "(broadcast_buffers=True, SyncBatchNorm). An optimizer that gives each rank a part of its state needs "
     'protect(shard=f"rank {session.rank}"), and values of each rank\'s own session.state(per_rank=True)'
 )
-"""What to do about it."""
+"""Advice at the end of an error message."""
 
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One tensor: its name and how its bytes are to be read."""
+    """The name and memory layout of one tensor, or of one block of it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the block that a rank holds."""
+    """Shape of the block that a rank holds."""
     strides: tuple[int, ...]
     start: tuple[int, ...]
     """The block's first index in the whole tensor."""
@@ -56,35 +56,39 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     @property
     def box(self) -> Box:
-        """Where in the whole tensor the block is."""
+        """The block's offset and size in the whole tensor."""
         return Box(self.start, self.shape)
 
     @property
     def element_bytes(self) -> int:
-        """Of its dtype."""
+        """Bytes of one element."""
         return int(getattr(torch, self.dtype).itemsize)
 
     @property
     def num_elements(self) -> int:
-        """Of the block."""
+        """Number of elements in the block."""
         return math.prod(self.shape)
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """A new tensor of this form, its content undefined.
+        """Allocates an uninitialized tensor with this layout.
 
         Args:
-            device: where it is, unless its form says that it is on the CPU.
+            device: device of the tensor, unless this header is of a tensor on the CPU.
         """
         where = torch.device("cpu") if self.device == "cpu" else device
         return torch.empty_strided(self.shape, self.strides, dtype=getattr(torch, self.dtype), device=where)
 
     @property
     def num_bytes(self) -> int:
-        """Of the block, which fills one run of memory."""
+        """Bytes of the block, which is contiguous in memory in some order of dimensions."""
         return math.prod(self.shape) * self.element_bytes
 
     def tensor_in(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor whose bytes these are, shape [bytes or more], as `byte_view` has them."""
+        """A view of ``memory`` as a tensor with this layout.
+
+        Args:
+            memory: uint8, flat, at least `num_bytes` long, with the bytes in the order of `byte_view`.
+        """
         flat = memory[: self.num_bytes].view(getattr(torch, self.dtype))
         return flat.as_strided(self.shape, self.strides)
 
@@ -98,7 +102,7 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 def headers_of(blocks: Iterable[NamedBlock]) -> tuple[TensorHeader, ...]:
-    """The headers of what a rank holds, in its order."""
+    """The headers of a rank's blocks, in the same order."""
     return tuple(
         TensorHeader(
             block.names[0],
@@ -137,7 +141,7 @@ def check_same_layout(own: Sequence[TensorHeader], theirs: Sequence[TensorHeader
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one rank begins with: its tensors' headers, the names of its host values, and a digest of each of them."""
+    """A description of a rank's initial state: headers of tensors, names of host values, and a digest of each."""
 
     tensors: tuple[TensorHeader, ...]
     host: tuple[str, ...]
@@ -146,7 +150,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 def start_of(state: ProtectedState, first_step: int = 0) -> Start:
-    """What this rank begins with, and at which step."""
+    """Describes this rank's current state. ``first_step`` is the step that the rank's script begins with."""
     blocks = state.blocks()
     host = {"steps(start=...)": first_step, **dict(_host_values(state.host_state()))}
     digests = [xxhash.xxh3_64_digest(byte_view(block.held.tensor.cpu()).numpy().data) for block in blocks]
@@ -154,50 +158,50 @@ def start_of(state: ProtectedState, first_step: int = 0) -> Start:
 
 
 def replica_digest(state: ProtectedState) -> bytes:
-    """A digest of the shard's name, followed by one of all that this rank holds now. It reads all of the state."""
+    """A digest of the shard's name, followed by a digest of this rank's current state. It reads the whole state."""
     own = xxhash.xxh3_128_digest(msgspec.msgpack.encode(start_of(state)))
     return xxhash.xxh3_64_digest(state.shard().encode()) + own
 
 
 def are_replicas_equal(digest: bytes, world_size: int) -> bool:
-    """Compares this rank's `replica_digest` with those of its replicas; a collective of all ranks.
+    """Compares the `replica_digest` of all ranks. This is a collective operation.
 
     Returns:
-        whether the ranks of each shard hold the same; the same answer on all ranks.
+        whether the ranks of every shard have equal digests. The result is the same on all ranks.
     """
     rows = gathered(digest, world_size)
     return len(set(rows)) == len({row[:8] for row in rows})
 
 
 def gathered(own: bytes, world_size: int) -> list[bytes]:
-    """The same number of bytes from each rank, by rank. While the group is broken, this rank's own for all."""
+    """All-gathers the same number of bytes from each rank. While the group is broken, it returns this rank's bytes."""
     if world_size == 1:
         return [own]
     source = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     output = torch.empty(world_size * len(own), dtype=torch.uint8)
     group = dist.group.WORLD
     assert group is not None
-    group._allgather_base(output, source).wait()  # torch's wrapper takes longer, and warns of its own name
+    group._allgather_base(output, source).wait()  # torch's public wrapper is slower and issues a deprecation warning
     return [row.tobytes() for row in output.view(world_size, -1).numpy()]
 
 
 def compare_replicas(
     state: ProtectedState, first_step: int, rank: int, store: LinkStore, *, is_start: bool = True
 ) -> None:
-    """Compares what this rank begins with to the first replica that came, by digest; details travel only on a mismatch.
+    """Compares this rank's state with that of the first replica in the store, by digest.
 
-    Equal names, shapes and dtypes do not make a replica: stages of a pipeline can be alike in all of them. Where no
-    state is sharded all ranks are replicas of rank 0.
+    Details are exchanged only on a mismatch. Equal names, shapes and dtypes do not make two ranks replicas: stages of a
+    pipeline can be alike in all of these. If no state is sharded, all ranks are replicas of rank 0.
 
     Args:
         state: this rank's protected objects.
-        first_step: the step that this rank's script begins with, or stands at.
+        first_step: the step that this rank's script begins with, or is at.
         rank: this rank.
-        store: where the first one lays what it begins with, for this generation.
-        is_start: whether it stands before its first step.
+        store: the store of this generation. The first replica writes its description there.
+        is_start: whether the rank is before its first step.
 
     Raises:
-        StateMismatch: names the first tensor or host value that differs, and how.
+        StateMismatch: the states differ; the message names the first tensor or host value that differs, and how.
         PeerLost: the generation ended meanwhile.
     """
     own = start_of(state, first_step)
@@ -215,7 +219,7 @@ def compare_replicas(
 
 
 def check_same_start(own: Start, theirs: Start, rank: int, first: int = 0, *, is_start: bool = True) -> None:
-    """Compares what rank ``rank`` begins with to what rank ``first`` does, or what they hold at a step.
+    """Compares the initial states of rank ``rank`` and rank ``first``, or their states at a later step.
 
     Raises:
         StateMismatch: names the first tensor or host value that differs, both ranks, and what to do.
@@ -241,7 +245,7 @@ def check_same_start(own: Start, theirs: Start, rank: int, first: int = 0, *, is
 
 
 def _host_values(host: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Each host value with its name: of a protected object one for each key of its ``state_dict()``."""
+    """Yields each host value with its name. A protected object has one for each key of its ``state_dict()``."""
     for name, groups in host["groups"].items():
         for index, group in enumerate(groups):
             yield from ((f"{name}.param_groups[{index}][{key!r}]", value) for key, value in group.items())

@@ -1,8 +1,8 @@
 """Connections between two ranks of one machine, over which a receiver reads its sources' buffers, on the host or a GPU.
 
-The receiver listens under a random name in the abstract namespace of Unix sockets, which leaves no file, and tells it
-to its sources over the group. A source that can connect to it is a neighbour; the kernel reports whether it runs as the
-same user. Other sources (on another machine, in another network namespace) send over the group instead.
+The receiver listens on an abstract Unix socket with a random name, which leaves no file, and sends the name to its
+sources over the process group. A source that can connect is a neighbour. The kernel reports whether it runs as the same
+user. Other sources (on another machine or in another network namespace) send over the process group instead.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from keepstep.weights.channels.flow import attach_buffer
 from keepstep.weights.memory.buffers import Buffer
 
 _NAME_BYTES = 16
-"""Too many to be guessed; and the kernel is asked who calls besides."""
+"""Long enough that the name cannot be guessed. The receiver also checks the user of each caller."""
 
 
 class NeighbourPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a receiver can be reached. A name means something within one boot only."""
+    """The address of a receiver. A socket name is valid only within one boot of one machine."""
 
     boot: str
     name: bytes
@@ -36,16 +36,16 @@ class NeighbourPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 def boot() -> str:
-    """Of this machine."""
+    """The boot id of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 class Neighbourhood:
-    """The receiver's side: a socket on which its neighbours call."""
+    """The receiver's side: a socket to which its neighbours connect."""
 
     def __init__(self, gpus: tuple[str, ...] = ()) -> None:
         """Args:
-        gpus: UUIDs of those whose memory this process can map.
+        gpus: UUIDs of the GPUs whose memory this process can map.
         """
         self.place = NeighbourPlace(boot(), b"\0keepstep-" + secrets.token_hex(_NAME_BYTES).encode(), gpus)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -53,18 +53,26 @@ class Neighbourhood:
         self._socket.listen(64)
 
     def accept(self, num_sources: int, until_s: float, stop: CancelToken) -> dict[int, tuple[Connection, Buffer]]:
-        """The connections and buffers of so many sources, by rank; the caller owns them.
+        """Waits for connections from sources and attaches their buffers. The caller owns connections and buffers.
+
+        Args:
+            num_sources: how many sources will connect.
+            until_s: deadline on the monotonic clock.
+            stop: cancels the wait.
+
+        Returns:
+            rank of each source -> (connection, buffer).
 
         Raises:
-            PeerLost: they did not call in time.
-            RemoteProtocolError: another process called.
-            MemoryNotMapped: CUDA does not map a source's buffer.
-            Cancelled: by ``stop``.
+            PeerLost: the sources did not connect in time.
+            RemoteProtocolError: a process of another user connected, or one that is no source.
+            MemoryNotMapped: CUDA cannot map a source's buffer.
+            Cancelled: ``stop`` was set.
         """
         sources: dict[int, tuple[Connection, Buffer]] = {}
         while len(sources) < num_sources:
             if not wait([self._socket], until_s, stop):
-                raise ConnectionStalled("the sources", f"did not call: {len(sources)} of {num_sources} are here")
+                raise ConnectionStalled("the sources", f"did not connect: {len(sources)} of {num_sources} did")
             sock, _address = self._socket.accept()
             connection = Connection(sock, "a source")
             if not same_user(sock):
@@ -87,7 +95,7 @@ class Neighbourhood:
 
 
 def reach(place: NeighbourPlace) -> Connection | None:
-    """The source's side: a connection to a receiver, which is the caller's; None if it is no neighbour."""
+    """The source's side: connects to a receiver; None if it is no neighbour. The caller owns the connection."""
     if place.boot != boot():
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -97,16 +105,22 @@ def reach(place: NeighbourPlace) -> Connection | None:
         if same_user(sock):
             return connection
     except (OSError, PeerLost):
-        pass  # it lives in another namespace, or is gone, which the group will tell
+        pass  # the receiver is in another namespace, or is gone: then the group reports it
     connection.close()
     return None
 
 
 def give_buffer(connection: Connection, rank: int, h2d: Buffer, deadline_s: float) -> None:
-    """The source's side: lets a receiver that was reached read in a buffer.
+    """The source's side: shares a buffer with a receiver, for reading.
+
+    Args:
+        connection: the connection to the receiver, from `reach`.
+        rank: this rank.
+        h2d: the buffer.
+        deadline_s: timeout of the send, in seconds.
 
     Raises:
-        PeerLost: it is gone.
+        PeerLost: the receiver is gone.
     """
     place, descriptors = h2d.share()
     connection.send(Welcomed(rank, 0, place), time.monotonic() + deadline_s, descriptors)

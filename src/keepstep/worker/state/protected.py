@@ -1,4 +1,4 @@
-"""The objects that the user protects, seen as named live tensors plus a small tree of host-side values."""
+"""The protected objects as named live tensors and a small tree of host values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class Modes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a script switches on and off in a model, and what it writes to itself, by name.
+    """The modes of a model by name: ``train()``, ``requires_grad``, and the parameters that the script writes to.
 
-    Ranks may differ in it for a while, where one of them evaluates alone, so it is no part of what is compared.
+    Ranks may differ in their modes for a while, such as when one rank evaluates alone. So replicas do not compare them.
     """
 
     evaluating: frozenset[str]
@@ -32,20 +32,20 @@ class Modes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     frozen: frozenset[str]
     """Parameters with ``requires_grad=False``."""
     written: frozenset[str] | None
-    """See `ProtectedState.written`; None: not all are known yet."""
+    """See `ProtectedState.written`; None if not all are known yet."""
 
 
 class ProtectedState:
-    """Everything that `Session.protect` was given. It owns none of the tensors, it only knows where they are."""
+    """All objects passed to `Session.protect`. It holds references to the live tensors and owns none of them."""
 
     def __init__(self, objects: dict[str, Any], layout: ParallelLayout | None = None, shard: str = "") -> None:
         """Args:
-            objects: by the names that the user gave.
-            layout: which part of each tensor this rank holds; `Replicated` where it is None.
-            shard: tells the parts of ranks apart where their names and shapes do not.
+            objects: the protected objects, by the user's names.
+            layout: determines the part of each tensor that this rank holds; None for `Replicated`.
+            shard: the user's label that distinguishes ranks with different parts under equal names and shapes.
 
         Raises:
-            ConfigurationError: an object that cannot be protected, with what to do about it.
+            ConfigurationError: an object cannot be protected; the message says what to do.
         """
         self.modules: dict[str, torch.nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -54,18 +54,18 @@ class ProtectedState:
         self.label = shard
         """See `Session.protect`."""
         self.has_stages = False
-        """Whether a rank holds some of the layers only: under pipelining."""
+        """Whether each rank holds only some of the layers (pipelining)."""
         self.written: frozenset[str] = frozenset()
-        """Known parameters that the script itself writes to in a step, before its update."""
+        """Parameters that the script itself writes to in a step before the update, as far as known."""
         self.knows_written = False
-        """Whether they are all."""
+        """Whether ``written`` is complete."""
         for name, thing in objects.items():
             self._sort(name, thing)
         self._num_parameters = {name: len(parameters_of(optimizer)) for name, optimizer in self.optimizers.items()}
         if not self.modules:
             raise ConfigurationError("protect() was given no torch.nn.Module: pass at least model=...")
         self._parameters: Named = []
-        """As they were at the first step: an FSDP module shows others while it computes."""
+        """The parameters at the first step. While an FSDP module computes, it exposes other tensors."""
         self.check()
         for name, tensor in self.live_tensors():
             if not is_dense(tensor):
@@ -93,10 +93,10 @@ class ProtectedState:
             )
 
     def check(self) -> None:
-        """Looks at modules and optimizers as they are now; a script may change them until its first step.
+        """Checks the current modules and optimizers. Call it at the first step: until then a script may change them.
 
         Raises:
-            ConfigurationError: one holds what a replacement would not get, with what to do about it.
+            ConfigurationError: one of them has state that a replacement would not get; the message says what to do.
         """
         self.layout.at_rest()
         named = ((f"{m}.{n}", p) for m, module in self.modules.items() for n, p in module.named_parameters())
@@ -109,10 +109,10 @@ class ProtectedState:
         refuse_hooks(self.modules, self.others.values())
 
     def refuse_added_parameters(self) -> None:
-        """Looks for parameters that an optimizer got since `protect`: a replacement's would not have them.
+        """Refuses parameters that the script added to an optimizer after `protect`: a replacement would lack them.
 
         Raises:
-            UsageError: with the optimizer, and what to do.
+            UsageError: an optimizer has more parameters; the message names the optimizer and says what to do.
         """
         for name, optimizer in self.optimizers.items():
             known, found = self._num_parameters[name], sum(len(group["params"]) for group in optimizer.param_groups)
@@ -124,7 +124,7 @@ class ProtectedState:
                 )
 
     def _refuse_others_parameters(self) -> None:
-        """A replacement would train on with parameters as its script has made them, and others with trained ones."""
+        """Refuses optimizer parameters outside of protected modules: a replacement would get untrained values."""
         known = {id(parameter) for _name, parameter in self.parameters()}
         for name, optimizer in self.optimizers.items():
             for index, parameter in enumerate(parameters_of(optimizer)):
@@ -136,7 +136,7 @@ class ProtectedState:
                     )
 
     def _refuse_late_shards(self, found: Named) -> None:
-        """What shards a model replaces its parameters: the adapters were chosen for the former ones."""
+        """Refuses a model that was sharded after `protect`: sharding replaces the parameters that it registered."""
         whole = {name for name, parameter in self._parameters if not is_dtensor(parameter)}
         for name, parameter in found:
             if name in whole and is_dtensor(parameter):
@@ -146,10 +146,10 @@ class ProtectedState:
                 )
 
     def _refuse_flattened(self) -> None:
-        """FSDP1 has no part of a tensor but a run of one that many are flattened into.
+        """Refuses FSDP1, whose ranks hold ranges of a flattened tensor and not blocks of each tensor.
 
-        The modules are looked at as well as the tensors: with ``use_orig_params=True`` the parameters are plain ones,
-        and a FlatParameter's type is ``nn.Parameter``; FSDP marks both. By name: importing FSDP takes long and warns.
+        It checks modules as well as tensors: with ``use_orig_params=True`` the parameters look like plain ones, and the
+        type of a FlatParameter is ``nn.Parameter``. It compares type names, because importing FSDP is slow and warns.
         """
         for name, module in self.modules.items():
             for path, part in module.named_modules():
@@ -181,25 +181,25 @@ class ProtectedState:
 
     @property
     def device(self) -> torch.device:
-        """The GPU that the parameters are on; the CPU, where all of them are there."""
+        """The GPU that holds parameters, or the CPU if no GPU does."""
         own = (parameter.device for _name, parameter in self.parameters() if parameter.device.type != "cpu")
         return next(own, torch.device("cpu"))
 
     def blocks(self) -> list[NamedBlock]:
-        """What this rank holds of all of the above, in an order that is the same on every replica."""
+        """This rank's blocks of parameters, buffers and optimizer state, in the same order on every replica."""
         return self.layout.blocks([*self.parameters(), *self.buffers(), *self.optimizer_tensors()])
 
     def live_tensors(self) -> Named:
-        """The memory of `blocks`: no operation on it communicates."""
+        """The local tensors of `blocks`. Operations on them never communicate."""
         return [(block.names[0], block.held.tensor) for block in self.blocks()]
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks may hold different parts of the state."""
+        """Whether different ranks may hold different parts of the state."""
         return self.layout.is_sharded or bool(self.label)
 
     def shard(self) -> str:
-        """The name of what this rank holds: ranks of equal shards are replicas of each other."""
+        """The id of this rank's shard. Ranks with equal ids are replicas of each other."""
         owned = [
             (f"{name}/{index}", parameter)
             for name, optimizer in self.optimizers.items()
@@ -221,8 +221,8 @@ class ProtectedState:
 
         Args:
             name: as in `optimizer_tensors`.
-            value: this rank's part.
-            as_dtensor: it is the local tensor of a DTensor that lies as the parameter does.
+            value: this rank's part of the tensor.
+            as_dtensor: whether to wrap ``value`` in a DTensor with the mesh and placements of the parameter.
 
         Raises:
             StateMismatch: the optimizer here has fewer parameters, or the parameter is no such DTensor.
@@ -238,7 +238,7 @@ class ProtectedState:
         local_optimizer(self.optimizers[optimizer]).state[parameter][key] = placed
 
     def drop_optimizer_state(self) -> None:
-        """Forgets all optimizer state: a partially updated one is no base to restore on."""
+        """Deletes all optimizer state. Call it before a restore, because the state may be partially updated."""
         for optimizer in self.optimizers.values():
             local_optimizer(optimizer).state.clear()
 
@@ -247,13 +247,13 @@ class ProtectedState:
         return [thing for thing in self.others.values() if isinstance(thing, torch.amp.GradScaler)]
 
     def parts(self) -> list[tuple[str, torch.nn.Module]]:
-        """All modules and what is in them, each once, under its first name."""
+        """All modules and submodules, each once, under its first name."""
         seen: set[torch.nn.Module] = set()
         named = ((f"{m}.{n}", part) for m, module in self.modules.items() for n, part in module.named_modules(seen))
         return list(named)
 
     def modes(self) -> Modes:
-        """What is switched off now."""
+        """The current modes."""
         evaluating = frozenset(name for name, part in self.parts() if not part.training)
         frozen = frozenset(name for name, p in self.parameters() if not p.requires_grad)
         return Modes(evaluating, frozen, self.written if self.knows_written else None)
@@ -263,7 +263,10 @@ class ProtectedState:
         return name in self.written or not self.knows_written
 
     def place_modes(self, modes: Modes) -> None:
-        """Switches off what is in ``modes``, and everything else on. What is written to is known from then on."""
+        """Sets the modes: modules not in ``modes`` to train(), parameters not in it to requires_grad.
+
+        If ``modes.written`` is known, it is added to ``written``, which then counts as complete.
+        """
         for name, part in self.parts():
             part.training = name not in modes.evaluating
         for name, parameter in self.parameters():
@@ -272,11 +275,11 @@ class ProtectedState:
             self.written, self.knows_written = self.written | modes.written, True
 
     def gradient_marks(self) -> tuple[int, ...]:
-        """Which parameters have a gradient, by index. Between steps its content does not matter, its presence does."""
+        """Indices of the parameters that have a gradient. Between steps only its presence matters, not its content."""
         return tuple(index for index, (_name, p) in enumerate(self.parameters()) if p.grad is not None)
 
     def place_gradients(self, marks: tuple[int, ...]) -> None:
-        """Gives the marked parameters a zero gradient and takes that of the others away."""
+        """Sets the gradient of the marked parameters to zeros, and that of all others to None."""
         kept = set(marks)
         for index, (_name, parameter) in enumerate(self.parameters()):
             parameter.grad = torch.zeros_like(parameter) if index in kept else None
@@ -294,9 +297,9 @@ class ProtectedState:
         }
 
     def host_state(self) -> dict[str, Any]:
-        """All host-side values: `step_state` and the optimizers' own state that is not in tensors.
+        """All host values: `step_state`, and the optimizer state that is not in tensors.
 
-        Of DTensors, which copies for an average may be, it has this rank's part.
+        A DTensor among them, such as an averaged copy, is replaced by this rank's local tensor.
         """
         return {**tree.unplaced(self.step_state()), "scalars": self.optimizer_values()}
 
@@ -305,7 +308,7 @@ class ProtectedState:
         return {name: _scalar_state(optimizer) for name, optimizer in self.optimizers.items()}
 
     def load_host_state(self, state: dict[str, Any]) -> None:
-        """Puts back what `step_state` or `host_state` gave, here or on another rank."""
+        """Restores values that `step_state` or `host_state` returned on this or another rank."""
         for name, groups in state["groups"].items():
             for group, values in zip(self.optimizers[name].param_groups, groups, strict=True):
                 for key in set(group) - set(values) - {"params"}:
@@ -322,17 +325,17 @@ class ProtectedState:
             _load_other(thing, tree.copied(value))
 
     def host_bytes(self) -> tuple[bytes, list[torch.Tensor]]:
-        """The host state as msgpack, and the tensors found in it, contiguous ones by reference.
+        """The host state as msgpack, and the tensors in it, contiguous ones by reference.
 
         Raises:
-            ConfigurationError: some value cannot be carried; the message names it.
+            ConfigurationError: a value cannot be serialized; the message names it.
         """
         tensors: list[torch.Tensor] = []
         encoded = msgspec.msgpack.encode(tree.pack(self.host_state(), tensors))
         return encoded, [tensor.contiguous() for tensor in tensors]
 
     def digest(self) -> str:
-        """A digest of all protected state: equal on two ranks exactly if every bit of it is."""
+        """A digest of all protected state, to compare two ranks bit for bit."""
         host, tensors = self.host_bytes()
         named = [*self.live_tensors(), *((f"host/{index}", tensor) for index, tensor in enumerate(tensors))]
         return digest_of(named, host)
@@ -346,7 +349,7 @@ def _flattened(name: str, kind: str) -> str:
 
 
 def _placed_as(local: torch.Tensor, parameter: torch.Tensor, name: str = "a copy of a parameter") -> torch.Tensor:
-    """A DTensor of the mesh and placements of a parameter, or of another DTensor, around its local tensor."""
+    """Wraps a local tensor in a DTensor with the mesh and placements of ``parameter``."""
     if is_dtensor(local):
         return local
     if not is_dtensor(parameter) or local_of(parameter).shape != local.shape:
@@ -394,7 +397,7 @@ def _scalar_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]
 def _load_other(thing: Any, state: Any) -> None:
     if isinstance(thing, torch.amp.GradScaler):
         if not state:
-            return  # a disabled scaler has no state, and refuses to load it
+            return  # a disabled scaler has no state, and its load_state_dict() raises
         if thing._scale is not None:
-            thing.update(float(state["scale"]))  # the only public way to forget that unscale_() was called
+            thing.update(float(state["scale"]))  # the only public way to reset the record of unscale_() calls
     thing.load_state_dict(state)

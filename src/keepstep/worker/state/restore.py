@@ -1,14 +1,14 @@
-"""Moving a shard from its live holders to a rank that lost it.
+"""Sends a shard from its live holders to a rank that lost it.
 
-The first source sends a header over the new generation's process group: see `keepstep.worker.state.image`. Everything
-else is the pipeline of `keepstep.weights`: a plan that is the same on all sides, each source gathers its share into its
-H2D buffer, all sources at the same time, and the receiver copies out of all of them, straight into parameters and
-optimizer state. On one machine it reads in the sources' buffers; over a network the buckets are messages of the group.
-Raw bytes, nothing is unpickled. Until every checksum has been compared the receiver counts as holding nothing.
+The first source sends a header over the new generation's process group: see `keepstep.worker.state.image`. The rest is
+the pipeline of `keepstep.weights`. All ranks compute the same plan. All sources gather their shares into their H2D
+buffers at the same time. The receiver copies from all of these buffers directly into parameters and optimizer state. On
+one machine it maps the sources' buffers; over a network the process group sends the buckets. The data are raw bytes;
+nothing is unpickled. Until the receiver has verified every checksum, its copy has an empty reach.
 
-A state on a GPU is gathered on that GPU, where all receivers can map its memory (CUDA's interprocess handles): it
-never passes through the host. Else the buffer is in host memory, as for a state that is there. On no device is there a
-second copy of the state, only buckets: see `GPU_PEAK_BYTES`.
+If the state is on a GPU and all receivers can map that GPU's memory (CUDA IPC), the source gathers buckets on the GPU,
+and the state never passes through the host. Otherwise the buffer is in host memory. No device holds a second copy of
+the state, only buckets: see `GPU_PEAK_BYTES`.
 """
 
 from __future__ import annotations
@@ -45,31 +45,32 @@ from keepstep.worker.state.protected import ProtectedState
 
 _SIZE_BYTES = 8
 _SHORT_BYTES = 4096
-"""What is sent at once of a message; all but the header of a large model. A round trip less for each."""
+"""Bytes of a message that are sent together with its size. All messages fit, except the header of a large model, so
+each saves a round trip."""
 _HEADER_TAG = 0x4B530
 _CALLS, _SENDS = b"calls", b"sends"
 """A source's answer to a receiver's place."""
 RESTORE_BUCKET_BYTES = 4 << 20
 GPU_BUCKET_BYTES = 32 << 20
-"""Where the state is on a GPU. A bucket costs some launches and a message, about a tenth of a millisecond; to read so
-much from another GPU of NVLink takes about as long. Not measured on a GPU."""
+"""Bucket size for a state on a GPU. Launches and a message cost about 0.1 ms per bucket, and reading this many bytes
+from another GPU over NVLink takes about as long. Not measured on a GPU."""
 NUM_SLOTS = 2
-"""Of each buffer: one is filled while the other is read."""
+"""Number of slots in each buffer: one is filled while the other is read."""
 GPU_PEAK_BYTES = 7 * GPU_BUCKET_BYTES
-"""What a transfer takes of a GPU's memory in each process, besides the restored tensors themselves. A source has two
-slots, a receiver one at most. A checksum has 8 bytes of factors for each 4 of a bucket, which are kept, and as much
-for the products. The seventh is for what is rounded up."""
+"""Peak GPU memory of a transfer in each process, without the restored tensors. A source has two slots, a receiver at
+most one. A checksum needs 8 bytes of factors, which are kept, and 8 bytes of products for each 4 bytes of a bucket. The
+seventh bucket is for rounding."""
 DEADLINE_S = 60.0
-"""The controller has shorter deadlines for a rank that does not move; this one only ends a wait on a lost one."""
+"""Ends the wait for a lost rank. The controller has shorter deadlines for a rank that makes no progress."""
 MAX_HEADER_BYTES = 1 << 30
-"""A header is about 100 bytes a tensor; what claims to be larger is refused before memory is taken for it."""
+"""A header takes about 100 bytes per tensor. A larger header is refused before memory is allocated for it."""
 
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 class SourceHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a source is about to send, and how."""
+    """A source's announcement: the state that it will send, and the form of the transfer."""
 
     limits: Limits
     state: StateHeader
@@ -77,11 +78,11 @@ class SourceHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateTransport:
-    """What carries a state from one rank to another.
+    """The means of transport for a state.
 
     Attributes:
         group: the connected group.
-        stop: ends the waits on neighbours, as taking the group down ends those on the group.
+        stop: cancels waits on neighbours. (Aborting the group ends waits on the group.)
     """
 
     group: Carrier
@@ -89,20 +90,20 @@ class StateTransport:
 
 
 class Source:
-    """What a rank sends with: its H2D buffer. The one in host memory is kept from its first transfer on."""
+    """A rank's H2D buffer for sending. A buffer in host memory is kept after its first transfer."""
 
     def __init__(self, bucket_bytes: int | None = None) -> None:
         """Args:
-        bucket_bytes: of each bucket; None: as suits the device.
+        bucket_bytes: size of a bucket; None selects a size for the device.
         """
         self._bucket_bytes = bucket_bytes
         self._host: Buffer | None = None
 
     def limits(self, device: torch.device) -> Limits:
-        """How a state is cut. The same on all sources of a transfer, whatever buffers they have.
+        """The sizes by which a state is split into buckets. They are the same on all sources of a transfer.
 
         Args:
-            device: that the state is on.
+            device: device of the state.
         """
         usual = RESTORE_BUCKET_BYTES if device.type == "cpu" else GPU_BUCKET_BYTES
         num_bytes = self._bucket_bytes or usual
@@ -110,7 +111,7 @@ class Source:
 
     @contextlib.contextmanager
     def buffer(self, device: torch.device, limits: Limits) -> Iterator[Buffer]:
-        """A buffer on a device, for one transfer; in host memory if the device has not enough memory left."""
+        """Yields a buffer on a device for one transfer. It is in host memory if the device lacks free memory."""
         slot_bytes = limits.bucket_bytes + SLOT_EXTRA_BYTES
         own = None
         if device.type != "cpu":
@@ -131,7 +132,7 @@ class Source:
 
 
 def device_of(held: Sequence[Held]) -> torch.device:
-    """The GPU that tensors are on, or the first of several; the CPU, where all are there."""
+    """The GPU of the first tensor that is on a GPU; the CPU if none is."""
     return next((each.tensor.device for each in held if each.tensor.is_cuda), torch.device("cpu"))
 
 
@@ -147,19 +148,19 @@ def send_state(
     """Sends this source's share of the shard to every receiver.
 
     Args:
-        content: what the state consists of.
-        held: its tensors, live or of a snapshot, in the order of ``content``; only read. No stream writes to them.
+        content: header of the state.
+        held: tensors of the state, live or from a snapshot, in the order of ``content``. They are only read. No stream
+            may write to them meanwhile.
         rank: this rank, one of ``route.sources``.
-        route: the same on all sides.
-        transport: what carries it.
-        source: what to send with.
-        moved: called after each bucket, to show that the transfer lives.
+        route: the sources and receivers; the same on all ranks.
+        transport: the process group and its cancel token.
+        source: this rank's buffer.
+        moved: called after each bucket, to report progress.
 
     Raises:
-        RuntimeError: a receiver is gone, or the group was taken down.
-        CannotGoOn: a neighbour is gone.
-        PeerLost: likewise.
-        Cancelled: by the stop of ``transport``.
+        RuntimeError: a receiver is gone, or the group was aborted.
+        CannotGoOn, PeerLost: a neighbour is gone.
+        Cancelled: ``transport.stop`` was set.
     """
     group, device = transport.group, device_of(held)
     header = SourceHeader(source.limits(device), content)
@@ -196,7 +197,7 @@ def _can_map(device: torch.device, places: Mapping[int, neighbour.NeighbourPlace
 
 
 class _Outlets:
-    """To neighbours by their connections, to all others by the group."""
+    """Announces buckets to neighbours over their connections, and sends them to all other ranks over the group."""
 
     def __init__(
         self, plan: RankPlan, h2d: Buffer, connections: dict[int, Connection], transport: StateTransport
@@ -219,23 +220,23 @@ class _Outlets:
 
 
 class Landing:
-    """Where the buckets of a state arrive on a GPU."""
+    """The receiver's side on a GPU: maps sources' GPU memory and copies buckets to its own GPU."""
 
     def __init__(self, device: torch.device) -> None:
         """Args:
-        device: that this rank's state is on.
+        device: device of this rank's state.
         """
         self._device = device
         self._slot: torch.Tensor | None = None
         self.gpus = () if device.type == "cpu" else visible_gpus()
-        """UUIDs of those whose memory this process can map."""
+        """UUIDs of the GPUs whose memory this process can map."""
 
     @contextlib.contextmanager
     def mapping(self) -> Iterator[None]:
-        """Inside, memory of GPUs is mapped. Where CUDA does not do it, the next transfer goes through the host.
+        """A context for code that maps GPU memory. If CUDA cannot map it, the next transfer goes through the host.
 
         Raises:
-            MemoryNotMapped: it does not; a RuntimeError, which breaks this transfer off.
+            MemoryNotMapped: CUDA cannot map the memory. This RuntimeError aborts the current transfer.
         """
         try:
             yield
@@ -244,7 +245,10 @@ class Landing:
             raise
 
     def bring(self, slot: torch.Tensor, num_bytes: int) -> torch.Tensor:
-        """What is in a slot of another GPU, on this one's own: checksums are computed there. Valid until the next."""
+        """Copies the content of another GPU's slot to this rank's GPU, which computes the checksum.
+
+        The result is valid until the next call.
+        """
         if not slot.is_cuda or slot.device == self._device:
             return slot
         if self._slot is None or self._slot.numel() < slot.numel():
@@ -254,7 +258,7 @@ class Landing:
         return self._slot
 
     def close(self) -> None:
-        """The transfer is over."""
+        """Frees the memory of a transfer."""
         self._slot = None
 
 
@@ -269,23 +273,25 @@ def receive_state(
 ) -> int:
     """Fills this rank's objects from all sources and returns the number of bytes received.
 
-    Until it returns the objects are in between and reach no step. No stream reads or writes them meanwhile.
+    Until it returns the objects hold a mix of two states, so their reach is empty. No stream may read or write them
+    meanwhile.
 
     Args:
-        state: the objects.
-        step: that they are to be of.
+        state: the protected objects.
+        step: the step of the state that is expected.
         rank: this rank, one of ``route.receivers``.
-        route: the same on all sides.
-        transport: what carries it.
-        moved: called after each bucket.
-        landing: kept from one transfer to the next; a new one where it is None.
+        route: the sources and receivers; the same on all ranks.
+        transport: the process group and its cancel token.
+        moved: called after each bucket, to report progress.
+        landing: the caller keeps it from one transfer to the next; None creates a new one.
 
     Raises:
         StateMismatch: the model here has other names, shapes or dtypes than the source's.
-        RemoteProtocolError: a checksum or header is wrong.
-        RuntimeError: a source is gone, or the group was taken down.
+        RemoteProtocolError: a header is wrong.
+        ChecksumMismatch: a bucket's checksum is wrong.
+        RuntimeError: a source is gone, or the group was aborted.
         PeerLost: a neighbour is gone.
-        Cancelled: by the stop of ``transport``.
+        Cancelled: ``transport.stop`` was set.
     """
     first, group = route.sources[0], transport.group
     landing = landing or Landing(state.device)
@@ -293,7 +299,7 @@ def receive_state(
         opened.callback(landing.close)
         here = opened.enter_context(neighbour.Neighbourhood(landing.gpus))
         place = msgspec.msgpack.encode(here.place)
-        # Not waited for: the first source sends its header before it receives, and each send waits for its receiver.
+        # Do not wait yet: the first source sends its header before it receives, and each send waits for its receiver.
         told = [work for source in route.sources for work in _begin_to_send(place, source, group)]
         header = _decode(_receive_sealed(first, group), SourceHeader, first)
         content = header.state
@@ -329,7 +335,7 @@ def _inlets(
     here: neighbour.Neighbourhood,
     opened: contextlib.ExitStack,
 ) -> dict[int, Inlet | GroupInlet]:
-    """From each source by its connection where it is a neighbour, else by the group."""
+    """The inlet for each source: over its connection if it is a neighbour, else over the group."""
     group = transport.group
     calling = [source for source in route.sources if _receive_sealed(source, group) == _CALLS]
     connections = here.accept(len(calling), time.monotonic() + DEADLINE_S, transport.stop)
@@ -350,7 +356,7 @@ def _inlets(
 
 
 def _transfer_layout(header: SourceHeader, route: Transfer) -> Layout:
-    """All sources hold the blocks of the header, and each receiver wants them."""
+    """The layout of the transfer: every source holds all blocks of the header, and every receiver wants all of them."""
     tensors = header.state.all_tensors
     forms = tuple(TensorForm((entry.name,), entry.dtype, entry.whole, entry.element_bytes) for entry in tensors)
     parts = tuple(Part(index, entry.box) for index, entry in enumerate(tensors))
@@ -370,7 +376,7 @@ def _send_sealed(body: bytes, receiver: int, group: Carrier) -> None:
 
 
 def _begin_to_send(body: bytes, receiver: int, group: Carrier) -> list[dist.Work]:
-    """As `_send_sealed`, without waiting: as one where the message is short, else as two."""
+    """As `_send_sealed`, without waiting. A short message is one send; a longer one is two."""
     sealed = b"".join([len(body).to_bytes(_SIZE_BYTES, "little"), body, _checksum(body)])
     parts = [sealed[:_SHORT_BYTES].ljust(_SHORT_BYTES, b"\0"), sealed[_SHORT_BYTES:]]
     tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]

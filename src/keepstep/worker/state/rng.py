@@ -21,17 +21,17 @@ def seed_start_up(seed: int) -> None:
 
 
 def seed_step(seed: int, rank: int, step: int | str) -> None:
-    """Seeds the same generators for one step of one rank, or for another place of its training that has a name."""
+    """Seeds the same generators for one step of one rank, or for a named point of its training."""
     number = _number(f"{seed}/{rank}/{step}")
     _seed_host(number)
     _seed_torch(number)
 
 
 def _seed_torch(number: int) -> None:
-    """What `torch.manual_seed` does for the CPU and for the one kind of accelerator that this process can open.
+    """Seeds the CPU and the available accelerator, as `torch.manual_seed` does.
 
-    Torch's function asks every kind that it knows. For one that is not open it queues the seed together with a
-    formatted stack trace, which took 1.1 ms on a build without any (torch 2.13, 2 cores, November 2026).
+    Torch's function seeds every kind of accelerator. For an uninitialized one it queues the seed with a formatted stack
+    trace, which took 1.1 ms on a build without accelerators (torch 2.13, 2 cores, November 2026).
     """
     torch.default_generator.manual_seed(number)
     accelerator = torch.accelerator.current_accelerator()
@@ -42,7 +42,7 @@ def _seed_torch(number: int) -> None:
 
 
 def _number(what: str) -> int:
-    """From a hash (BLAKE2b), so that neighbouring seeds, steps and ranks share no stream."""
+    """A seed from a BLAKE2b hash, so that adjacent seeds, steps and ranks get unrelated random numbers."""
     return int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -16,7 +16,7 @@ from keepstep.worker.state.protected import ProtectedState, parameters_of
 
 
 class _ModuleBuffers:
-    """The buffers of one module: which tensors they are, and what was in them."""
+    """Saves and restores the buffers of one module: the tensor objects and their content."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._live = module._buffers
@@ -25,13 +25,13 @@ class _ModuleBuffers:
 
     @property
     def are_any(self) -> bool:
-        """Whether there are buffers, or were: most modules have none."""
+        """Whether the module has buffers, or had them at `take`. Most modules have none."""
         return bool(self._live or self._were)
 
     def take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Remembers every buffer; gives pairs of a copy, yet to be written, and the buffer.
+        """Records every buffer. Returns pairs (copy, buffer); the caller must copy each buffer into its copy.
 
-        The copies are allocated once, for as long as a buffer keeps its layout.
+        A copy is allocated once and reused as long as the buffer keeps its layout.
         """
         self._were = dict(self._live)
         pairs = []
@@ -45,7 +45,7 @@ class _ModuleBuffers:
         return pairs
 
     def put_back(self) -> None:
-        """The same tensors with the same content, also where a forward assigned, added or removed some."""
+        """Restores the same tensor objects with the same content, even if a forward assigned, added or removed some."""
         self._live.clear()
         self._live.update(self._were)
         for name, buffer in self._were.items():
@@ -54,29 +54,29 @@ class _ModuleBuffers:
 
 
 LEARNING_STEPS = 3
-"""In the first one a momentum encoder may still be equal to the one that it follows, and what is written changes
-nothing."""
+"""More than one, because in the first step a momentum encoder may still equal the encoder that it follows: then a write
+does not change the content."""
 
 
 _CHECKED_STEPS = 2 * max(COMPARED_AGAIN)
-"""In so many it is noted which gradients an update has used, to see whether the script drops them."""
+"""In this many steps keepstep checks that the script drops the gradients that an update has used."""
 
 
 class WrittenParameters:
-    """Undoes what the script itself writes to parameters, where no ``optimizer.step()`` does it.
+    """Undoes the script's own writes to parameters, outside of ``optimizer.step()``.
 
-    A repeated step would apply these twice: a momentum encoder that follows the trained one in its forward, SAM's
-    ascent step and its reversal before the update, an update without an optimizer, weights that are normalised before
-    each forward, an average after the ``with``. But scripts write to few parameters in this way, and copying all of
-    them at every step would be expensive. So keepstep learns which ones:
+    A repeated step would apply such writes twice. Examples are a momentum encoder that follows the trained one in its
+    forward, SAM's ascent step and its reversal before the update, an update without an optimizer, weights that are
+    normalised before each forward, and an average after the ``with``. Scripts write to few parameters in this way, and
+    copying all parameters at every step would be expensive. So keepstep learns which parameters to copy:
 
-    * in a rank's first steps all are copied, into host memory, and compared at the gradient barrier: that finds also
-      what is written through ``.data``, of which torch keeps no count;
-    * from then on by torch's count of the writes to each tensor, and by its address, where ``.data`` was assigned.
+    * In a rank's first steps it copies all parameters to host memory and compares them at the gradient barrier. This
+      also finds writes through ``.data``, which torch does not count.
+    * Later it compares torch's version counter of each tensor, and its address in case the script assigned ``.data``.
 
-    `ProtectedState.written` has the result; these are copied whenever a step is yielded. Parameters that no optimizer
-    trains may be averages, which a script also writes to after an interrupted attempt and at the end of an epoch. Only
-    `guard` copies them, which costs nothing while nothing fails.
+    `ProtectedState.written` holds the result. keepstep copies these parameters whenever a step is yielded. Parameters
+    that no optimizer trains may be averages. A script may write to those after an interrupted attempt and at the end of
+    an epoch, so only `guard` copies them, which costs nothing as long as nothing fails.
     """
 
     def __init__(self, state: ProtectedState) -> None:
@@ -88,17 +88,17 @@ class WrittenParameters:
         self._is_sharded = any(is_dtensor(parameter) for parameter in self._whole)
         self._is_counted = not any(parameter.is_inference() for _name, parameter in self._named)
         self._averages = _in_modules_without(trained, state)
-        """Names of the parameters in protected modules of which no optimizer trains any."""
+        """Names of parameters in those protected modules of which no optimizer trains a parameter."""
         self._marks: list[tuple[int, int]] = []
-        """Of each parameter, when the step was handed out: its address, and the count of writes to it."""
+        """(address, version counter) of each parameter when the step was yielded."""
         self._copies: dict[int, torch.Tensor] = {}
-        """By index: of those that are written to in every step."""
+        """Index -> copy of a parameter that the script writes to in every step."""
         self._others: dict[int, torch.Tensor] = {}
-        """In host memory: of the rest while it is learned which are written to, or of what is guarded."""
+        """Index -> copy in host memory: of all other parameters while keepstep learns, or of guarded averages."""
         self._left_to_learn = LEARNING_STEPS
 
     def take(self) -> None:
-        """A step is handed out."""
+        """Copies the known parameters. Call it when a step is yielded."""
         tensors, marks = self._tensors(), self._read_marks()
         if self._marks:
             moved = [index for index in self._untrained if marks[index] != self._marks[index]]
@@ -113,14 +113,14 @@ class WrittenParameters:
             self._others = {i: _on_host(tensor) for i, tensor in enumerate(tensors) if i not in self._copies}
 
     def guard(self) -> None:
-        """What the script is about to write to averages may have to be undone."""
+        """Copies the averages, before the script may write to them outside of a step."""
         for index, tensor in enumerate(self._tensors()):
             if self._named[index][0] in self._averages and index not in self._copies and index not in self._others:
                 self._others[index] = _on_host(tensor)
         self._marks = self._read_marks()
 
     def before_barrier(self) -> None:
-        """The gradients are complete: what was written to since `take` is what a step writes to by itself."""
+        """Finds the parameters that the script has written to since `take`. Call it when the gradients are complete."""
         tensors, marks, state = self._tensors(), self._read_marks(), self._state
         if state.knows_written and marks == self._marks:
             return
@@ -136,7 +136,7 @@ class WrittenParameters:
         state.written |= {self._named[index][0] for index in found}
 
     def put_back(self) -> None:
-        """Makes the parameters what they were at `take`, and averages what they were at `guard`."""
+        """Restores the parameters of `take`, and the averages of `guard`. Warns of a parameter without a copy."""
         marks = self._read_marks()
         unknown = set()
         for index, tensor in enumerate(self._tensors()):
@@ -166,7 +166,7 @@ class WrittenParameters:
 
 
 class _SpentGradient:
-    """A gradient that an update has used, which has to be dropped or set to zero before the next backward."""
+    """A gradient that an update has used. The script must drop or zero it before the next backward."""
 
     def __init__(self, name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -176,7 +176,7 @@ class _SpentGradient:
 
     @property
     def is_there(self) -> bool:
-        """Whether nothing was written to it since, not even zeros."""
+        """Whether the gradient is unchanged since the update: neither dropped, nor zeroed, nor otherwise written."""
         gradient = self._parameter.grad
         return (
             gradient is not None
@@ -187,14 +187,14 @@ class _SpentGradient:
 
 
 class StepSnapshot:
-    """What a step can change before its update: module buffers, host state, gradients, and what is switched on and
-    off in the model: ``train()`` and ``eval()``, ``requires_grad``.
+    """Saves and restores the state that a step can change before its update.
 
-    Optimizer state is not copied: a step does not write to it before its barrier. Of parameters those are that the
-    script writes to by itself (`WrittenParameters`). The copies are allocated once and reused at every step.
+    That is module buffers, host state, gradients, ``train()`` or ``eval()``, and ``requires_grad``. Optimizer state is
+    not copied: a step does not write to it before the barrier. Parameters are copied only if the script itself writes
+    to them (`WrittenParameters`). The copies are allocated once and reused at every step.
 
-    Nor are gradients copied that an update has used: they were set to zero since, or will be before the next
-    backward. Others are, unless they are zero: they came from before the first step, or from one without an update.
+    Gradients that an update has used are not copied: the script has zeroed them, or will do so before the next
+    backward. Other nonzero gradients are copied: they are from before the first step, or from a step without an update.
     """
 
     def __init__(self, state: ProtectedState) -> None:
@@ -205,14 +205,14 @@ class StepSnapshot:
         self._written = WrittenParameters(state)
         self._training: list[bool] = []
         self._trained: list[bool] = []
-        """Of each part, and of each parameter."""
+        """``training`` of each module, and ``requires_grad`` of each parameter."""
         self._host: dict[str, Any] = {}
         self._with_gradient: list[torch.Tensor] = []
         self._gradients: dict[int, torch.Tensor] = {}
         """Copies of gradients that no update has used, by the identity of their parameter."""
         self._num_taken = 0
         self._spent: list[_SpentGradient] = []
-        """At `take`."""
+        """The gradients at `take` that an update has used."""
         self._used: set[int] = set()
         """The parameters that were updated since `take`, by their identity."""
         for optimizer in state.optimizers.values():
@@ -226,7 +226,7 @@ class StepSnapshot:
         """Remembers the state at the start of a step.
 
         Raises:
-            UsageError: an optimizer has got other parameters than it had.
+            UsageError: the script has added parameters to an optimizer.
         """
         self._state.refuse_added_parameters()
         _copy([pair for buffers in self._buffers if buffers.are_any for pair in buffers.take()])
@@ -249,13 +249,15 @@ class StepSnapshot:
         return {key: grad.detach().clone() for key, grad in gradients if grad is not None and _has_content(grad)}
 
     def check_gradients(self) -> None:
-        """A backward begins. What an update has used must not be added to, for it is not restored.
+        """Checks that the backward will not accumulate onto a used gradient, because keepstep does not restore it.
+
+        Call it when a backward begins.
 
         Raises:
-            UsageError: a gradient that the update of a former step has used is still there.
+            UsageError: a gradient that the update of an earlier step has used has not been dropped or zeroed.
         """
         if len(self._state.optimizers) != 1:
-            return  # one may be left as it is by its own update, and dropped before its next one
+            return  # with several optimizers, a script may drop a gradient as late as before that optimizer's update
         for spent in self._spent:
             if spent.is_there:
                 raise UsageError(
@@ -265,26 +267,26 @@ class StepSnapshot:
                 )
 
     def before_barrier(self) -> None:
-        """The gradients are complete: takes note of what the step has written to by itself."""
+        """Finds the parameters that the script has written to. Call it when the gradients are complete."""
         self._written.before_barrier()
 
     def guard(self) -> None:
-        """From here until the next `take` the script may write to averages of parameters, as no step sees it."""
+        """Protects averages of parameters, which the script may write to outside of steps, until the next `take`."""
         self._written.guard()
 
     def put_back_modes(self) -> None:
-        """Switches the model back to what it was at `take`."""
+        """Restores ``train()``/``eval()`` and ``requires_grad`` of `take`."""
         for part, training in zip(self._parts, self._training, strict=True):
             part.training = training
         for parameter, trained in zip(self._parameters, self._trained, strict=True):
             parameter.requires_grad_(trained)
 
     def put_back(self) -> None:
-        """Makes the state what it was at `take`.
+        """Restores the state of `take`.
 
-        A gradient that existed then gets its content back if there is a copy, else it had been set to zero, or was
-        about to be: it is zeroed, or stays away if it was dropped. One that did not exist is dropped, so that an
-        optimizer skips what it would have skipped.
+        A gradient that existed then is restored from its copy, if there is one. Without a copy, it is zeroed, or stays
+        None if the script has dropped it. A gradient that did not exist then is dropped, so that the optimizer skips
+        the same parameters.
 
         Raises:
             UsageError: as for `take`.
@@ -307,7 +309,7 @@ class StepSnapshot:
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies the second of each pair into the first: in one call of torch's, where there may be hundreds."""
+    """Copies the second tensor of each pair into the first, with one torch call for all pairs if possible."""
     plain = [pair for pair in pairs if not is_dtensor(pair[1])]
     if plain:
         targets, sources = zip(*plain, strict=True)
@@ -318,7 +320,12 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _in_modules_without(trained: set[int], state: ProtectedState) -> set[str]:
-    """The names of the parameters in protected modules that hold none of these, by their identity."""
+    """Names of the parameters in protected modules without any trained parameter.
+
+    Args:
+        trained: ``id()`` of each trained parameter.
+        state: the protected objects.
+    """
     untrained = [
         {id(parameter) for parameter in module.parameters()}
         for module in state.modules.values()
@@ -336,7 +343,7 @@ def _is_same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
 
 
 def _copy_into(copies: dict[int, torch.Tensor], index: int, tensor: torch.Tensor) -> None:
-    """Copies beside the tensor, into the memory of the former copy where that fits."""
+    """Copies a tensor on its own device. Reuses the memory of the former copy if its layout matches."""
     copy = copies.get(index)
     if copy is None or (copy.shape, copy.dtype, copy.device) != (tensor.shape, tensor.dtype, tensor.device):
         copies[index] = tensor.detach().clone()
@@ -359,4 +366,4 @@ def _put_back_gradient(parameter: torch.Tensor, content: torch.Tensor) -> None:
     if parameter.grad is None or parameter.grad.is_sparse:
         parameter.grad = content
     else:
-        parameter.grad.copy_(content)  # in its place: it may be a view of a gradient bucket
+        parameter.grad.copy_(content)  # in place: it may be a view of a gradient bucket

@@ -1,4 +1,4 @@
-"""Nested Python values: copied; and as plain lists that msgpack can carry and back, without loss, without pickle."""
+"""Copies nested Python values, and converts them without loss to plain lists for msgpack and back, without pickle."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def is_constant(value: Any) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """A copy that shares nothing with ``value`` that can change; `copy.deepcopy` for a few plain types at a tenth of
-    its time. An object that is in two places of ``value`` is two objects in the copy, as it is after `unpack`.
+    """A deep copy of a value of a few plain types, ten times as fast as `copy.deepcopy`.
+
+    Immutable values are shared. An object that occurs twice in ``value`` becomes two objects, as with `unpack`.
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -59,17 +60,17 @@ def copied(value: Any) -> Any:
 
 
 def unplaced(value: Any) -> Any:
-    """The same with this rank's part of each DTensor in its place."""
+    """Replaces each DTensor in a value by its local tensor."""
     return _mapped(value, value, lambda tensor, _like: local_of(tensor))
 
 
 def placed(value: Any, like: Any, place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
-    """The opposite of `unplaced`.
+    """The inverse of `unplaced`.
 
     Args:
-        value: tensors in it may be parts of DTensors.
-        like: a value in which the DTensors are where they belong; it may lack some items of ``value``.
-        place: makes a DTensor of its local tensor, as another one is.
+        value: a value with the local tensors of DTensors.
+        like: a value with DTensors in the corresponding places. It may lack some items of ``value``.
+        place: wraps a local tensor in a DTensor with the mesh and placements of another one.
     """
     return _mapped(value, like, lambda tensor, its: place(tensor, its) if is_dtensor(its) else tensor)
 
@@ -88,13 +89,13 @@ def _mapped(value: Any, like: Any, change: Callable[[torch.Tensor, Any], torch.T
 
 
 def pack(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
-    """The plain form of ``value``; tensors are appended to ``tensors`` and leave their index behind.
+    """Converts ``value`` to its plain form. Each tensor is appended to ``tensors`` and replaced by its index.
 
     Args:
         value: scalars, strings, bytes, lists, tuples, sets, dicts (also OrderedDict and Counter) and tensors; no other
-            subclasses of these, which would come back as something else. No DTensors: see `unplaced`.
-        tensors: receives the tensors by reference.
-        path: where in the user's object the value stands, for the error.
+            subclasses of these, because `unpack` could not recreate them. No DTensors: see `unplaced`.
+        tensors: receives references to the tensors.
+        path: location of the value in the user's object, for the error message.
 
     Raises:
         ConfigurationError: a value of another type, named by its path.
@@ -131,10 +132,10 @@ def _pack_scalar(value: Any) -> Any:
 
 
 def unpack(plain: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value behind ``pack``'s plain form.
+    """Converts a plain form from `pack` back to the value.
 
     Raises:
-        RemoteProtocolError: ``plain`` was not made by `pack`, or not together with these tensors.
+        RemoteProtocolError: ``plain`` is not a result of `pack`, or does not match ``tensors``.
     """
     try:
         return _unpack(plain, tensors)

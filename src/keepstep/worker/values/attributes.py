@@ -16,16 +16,17 @@ from keepstep.worker.state import tree
 from keepstep.worker.values.missing import Missing
 
 Refusal = Callable[[str], str | None]
-"""Given an attribute as the script writes it: why it may not be changed at this moment, or None."""
+"""Gets an attribute's name as the script writes it. Returns why the script may not change it now, or None."""
 
 _NOTHING = object()
 
 
 class State:
-    """What `Session.state` returns: attributes that a replacement gets, and that an interrupted step puts back.
+    """Protected attributes: the result of `Session.state`.
 
-    The attributes are those it was made with. Values are numbers, strings, bytes, None, tensors, and lists, tuples,
-    sets and dicts of them. The object owns them; a value that is changed in place counts as changed.
+    keepstep restores them when it repeats an interrupted step, and sends them to a replacement. The set of attributes
+    is fixed at creation. Values are numbers, strings, bytes, None, tensors, and lists, tuples, sets and dicts of these.
+    The object owns the values. A value that the script changes in place counts as changed.
     """
 
     __slots__ = ("__dict__", "_constants", "_label", "_refusal", "_seals")
@@ -34,13 +35,13 @@ class State:
     _refusal: Refusal
     _seals: dict[str, bytes]
     _constants: dict[str, tuple[Any, bytes]]
-    """Values that cannot be changed in place, with their bytes: they are looked at several times in each step."""
+    """Cache of the bytes of immutable values: keepstep compares them several times in each step."""
 
     def __init__(self, label: str, values: dict[str, Any], refusal: Refusal) -> None:
         """Takes the ``label`` under which messages name the object.
 
         Raises:
-            ConfigurationError: a name that cannot be an attribute here, or a value that cannot be carried.
+            ConfigurationError: a name is not allowed as an attribute, or a value cannot be sent to another process.
         """
         set_slot = object.__setattr__
         set_slot(self, "_label", label)
@@ -55,15 +56,15 @@ class State:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises:
-        UsageError: the attribute was not declared, or may not be changed at this moment.
-        ConfigurationError: the value cannot be carried to another process.
+        UsageError: the attribute was not declared, or the script may not change it now.
+        ConfigurationError: the value cannot be sent to another process.
         """
         if name not in self.__dict__:
             raise UsageError(f"{self._label} has no attribute '{name}': declare it, session.state({name}=...)")
         if refused := self._refusal(f"{self._label}.{name}"):
             raise UsageError(refused)
         if tree.is_constant(value) or not _is_missing(value):
-            self._bytes_of(name, value)  # it can be carried
+            self._bytes_of(name, value)  # raises if the value cannot be sent
         self.__dict__[name] = value
 
     def __delattr__(self, name: str) -> None:
@@ -88,10 +89,10 @@ class State:
         return dict(self.__dict__)
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
-        """Sets all values; what they are now is no change of the script's.
+        """Sets all values, without counting this as a change by the script.
 
         Raises:
-            StateMismatch: they have other names.
+            StateMismatch: ``values`` has other names than this object.
         """
         if set(values) != set(self.__dict__):
             different = sorted(set(values) ^ set(self.__dict__))
@@ -103,12 +104,12 @@ class State:
         """Each value as bytes, by its name; equal bytes are equal values.
 
         Raises:
-            ConfigurationError: a value was changed in place to what cannot be carried.
+            ConfigurationError: the script changed a value in place, and it cannot be sent to another process now.
         """
         return {name: self._bytes_of(name, value) for name, value in self.__dict__.items()}
 
     def seal(self) -> dict[str, bytes]:
-        """Takes note of the values as they are.
+        """Records the current values, for `changed`.
 
         Returns:
             `as_bytes`.
@@ -118,7 +119,7 @@ class State:
         return seals
 
     def changed(self) -> str | None:
-        """The first attribute that is not as it was sealed, as the script writes it; None if there is none."""
+        """The first attribute that differs from its value at `seal`, as the script writes it; None if none differs."""
         for name, seal in self._seals.items():
             if self._bytes_of(name, self.__dict__[name]) != seal:
                 return f"{self._label}.{name}"
@@ -126,26 +127,26 @@ class State:
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a failure has cut off the collective that the value comes from: the next step judges the copy by it."""
+    """Whether the value is the result of a collective that a failure interrupted; see `MissingValues`."""
     return any(isinstance(leaf, Missing) for leaf in tree_leaves(value))
 
 
 class _Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A value: its tree, and of each tensor dtype, shape, kind of device and content."""
+    """A serialized value: its tree, and dtype, shape, device type and content of each tensor."""
 
     tree: Any
     tensors: tuple[tuple[str, tuple[int, ...], str, bytes], ...]
 
 
 def to_bytes(value: Any, path: str) -> bytes:
-    """A value as bytes, tensors included.
+    """Serializes a value, including its tensors.
 
     Args:
-        value: what `tree.pack` can carry.
-        path: how the script calls it, for the error.
+        value: a value of the types that `tree.pack` supports.
+        path: the value's name in the script, for the error message.
 
     Raises:
-        ConfigurationError: it holds something else, a DTensor, or a tensor with a gradient graph.
+        ConfigurationError: the value contains another type, a DTensor, or a tensor with a gradient graph.
     """
     tensors: list[torch.Tensor] = []
     packed = tree.pack(value, tensors, path)
@@ -157,10 +158,10 @@ def to_bytes(value: Any, path: str) -> bytes:
 
 
 def from_bytes(encoded: bytes, path: str) -> Any:
-    """The value behind `to_bytes`.
+    """Deserializes the result of `to_bytes`.
 
     Raises:
-        RemoteProtocolError: the bytes do not come from there.
+        RemoteProtocolError: `to_bytes` did not produce these bytes.
     """
     try:
         packed = msgspec.msgpack.decode(encoded, type=_Packed)

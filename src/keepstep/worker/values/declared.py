@@ -1,9 +1,10 @@
-"""The values that the script has declared with `Session.state`: replicated or rank-local, and when they may change.
+"""The values that the script declares with `Session.state`, and the rules for when the script may change them.
 
-*Replicated* values are the same on every rank. *Rank-local* ones differ from rank to rank, and a lost rank's must
-survive it. So every rank sends its own to all others before it enters the gradient barrier, and each keeps all of them,
-as one table, in its host state. Then the same holds as for module buffers: when a rank has left the barrier of step i,
-every other one has the table of step i+1, and any live rank can restore any other. docs/PROTOCOL.md has the argument.
+*Replicated* values are the same on every rank. *Rank-local* values differ between ranks, and those of a lost rank must
+survive. So every rank sends its own values to all others before it enters the gradient barrier, and keeps the values of
+all ranks as one table in its host state. Then the same holds as for module buffers: when a rank has left the barrier of
+step i, every other rank has the table of step i+1, and any live rank can restore any other. docs/PROTOCOL.md has the
+argument.
 """
 
 from __future__ import annotations
@@ -21,35 +22,38 @@ from keepstep.worker.state.layout import gathered
 from keepstep.worker.values.attributes import State, from_bytes
 
 MAX_RANK_BYTES = 64 << 10
-"""Of one rank's local values together; they travel to every rank at every step."""
+"""Limit for one rank's local values in bytes: every rank sends them to every other rank at every step."""
 MAX_TABLE_BYTES = 16 << 20
-"""Of those of all ranks, which every rank holds: with more than 256 ranks each may have less."""
+"""Limit for the local values of all ranks in bytes, which every rank holds. With more than 256 ranks it is the lower
+limit."""
 _MIN_CAPACITY = 120
-"""Bytes of a row at first. With its length it fills two cache lines; a running mean takes 60."""
+"""Initial capacity of a row in bytes. With its length it fills two cache lines; a running mean takes 60 bytes."""
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 8
 
 
 class Moment(enum.Enum):
-    """Where the script is, as far as declared values are concerned."""
+    """The phases of a script that determine which declared values it may change."""
 
     START = enum.auto()
-    """Before the first step: everything may be declared and set."""
+    """Before the first step: the script may declare and set all values."""
     OPEN = enum.auto()
-    """From when a step is handed out to its gradient barrier."""
+    """From when a step is yielded to its gradient barrier: the script may set all values."""
     SHARED = enum.auto()
-    """From the barrier to when the next step is handed out: rank-local values have left the rank."""
+    """From the barrier to when the next step is yielded: the rank has sent its local values, which must not change."""
     OVER = enum.auto()
     """After the last step: nothing is protected."""
 
 
 class DeclaredState:
-    """All that one rank's script has declared. Used from the training thread."""
+    """All declared values of one rank. Use it from the training thread."""
 
     def __init__(self, rank: Callable[[], int | None]) -> None:
-        """Takes what gives this process's rank, None on a spare."""
+        """Args:
+        rank: returns the rank of this process, None on a spare.
+        """
         self.objects: dict[str, Any] = {}
-        """What is protected: replicated values by their names, and the table of all ranks' local ones."""
+        """The objects to protect, by name: the replicated values, and the table of all ranks' local values."""
         self._rank = rank
         self._moment = Moment.START
         self._replicated: dict[str, State] = {}
@@ -57,11 +61,11 @@ class DeclaredState:
         self._table = _Table()
 
     def declare(self, name: str, per_rank: bool, values: dict[str, Any]) -> State:
-        """A new object; see `Session.state`.
+        """Creates an object with declared values; see `Session.state`.
 
         Raises:
-            UsageError: the first step was handed out already.
-            ConfigurationError: nothing to declare, twice the same, or a value that cannot be carried.
+            UsageError: the loop has already yielded the first step.
+            ConfigurationError: there are no values, the name was declared before, or a value cannot be sent.
         """
         arguments = [*([repr(name)] if name else []), *(["per_rank=True"] if per_rank else [])]
         label = f"session.state({', '.join(arguments)})"
@@ -85,15 +89,15 @@ class DeclaredState:
         if self._moment is not Moment.SHARED:
             return None
         return (
-            f"{attribute} was changed after optimizer.step(): a rank's own values leave it with its gradients, and "
-            "a later change would be lost with it; change it before the step's first optimizer.step(), or before "
-            "the 'with'"
+            f"{attribute} was changed after optimizer.step(). A rank sends its own values to the other ranks in the "
+            "step's first optimizer.step(), so a later change would be lost if the rank fails: change it before that "
+            "call, or before the 'with'"
         )
 
     # ---- the course of a step ---------------------------------------------------------------------------------------
 
     def begin(self, world_size: int, *, share: bool) -> None:
-        """The script stands at its first step, and with ``share`` all ranks do: each gets the first local values.
+        """Begins the first step of this rank. With ``share``, all ranks begin together and exchange local values.
 
         Raises:
             ConfigurationError: this rank's local values are too large.
@@ -103,16 +107,16 @@ class DeclaredState:
         self._moment = Moment.SHARED
 
     def hand_out(self) -> None:
-        """A step is handed out.
+        """Call it when a step is yielded.
 
         Raises:
-            UsageError: a local value was changed in place since the last barrier.
+            UsageError: the script changed a local value in place after the last barrier.
         """
         self.check()
         self._moment = Moment.OPEN
 
     def before_barrier(self, step: int, world_size: int) -> None:
-        """Gives this rank's local values to all others, and gets theirs. Now and then compares the replicated ones.
+        """Exchanges the local values with all ranks. At some steps it also compares the replicated values.
 
         Raises:
             ConfigurationError: this rank's local values are too large.
@@ -125,21 +129,21 @@ class DeclaredState:
         self._moment = Moment.SHARED
 
     def check(self) -> None:
-        """A step is complete, or the script asks for the next one.
+        """Checks that local values have not changed. Call it after a step, and when the script requests the next one.
 
         Raises:
-            UsageError: a local value was changed in place since the barrier; assignments were refused where they stood.
+            UsageError: the script changed a local value in place after the barrier. (`State` refuses assignments.)
         """
         for state in self._local.values():
             if self._moment is Moment.SHARED and (changed := state.changed()):
                 raise UsageError(self._local_refusal(changed))
 
     def undone(self) -> None:
-        """A step is undone, and what comes until the next one is put back as well."""
+        """Call it when a step is undone: the script may change values again, and the rollback restores them."""
         self._moment = Moment.OPEN
 
     def end(self) -> None:
-        """The last step is complete on all ranks."""
+        """Call it when all ranks have completed the last step."""
         self._moment = Moment.OVER
 
     # ---- between ranks ----------------------------------------------------------------------------------------------
@@ -162,9 +166,10 @@ class DeclaredState:
         )
 
     def _compare(self, step: int, world_size: int) -> None:
-        """Compares one digest of all replicated values, and where it differs one for each attribute.
+        """Compares a digest of all replicated values between ranks; if it differs, a digest of each attribute.
 
-        At steps 0, 1, 2, 4, 8 and so on: a value that is wrong by design is found early, at no cost in the long run.
+        It runs at steps 0, 1, 2, 4, 8 and so on. So a value that the script computes differently on each rank is found
+        early, and the cost per step vanishes in the long run.
         """
         own = _by_attribute(self._replicated)
         digests = [xxhash.xxh3_64_digest(f"{name}:".encode() + content) for name, content in own.items()]
@@ -174,7 +179,7 @@ class DeclaredState:
         if any(row[:8] != rows[0][:8] for row in rows):
             numbers = [int.from_bytes(row[:8], "little") for row in rows]
             raise UsageError(f"step {step}: the ranks have declared {numbers} attributes by session.state()")
-        details = gathered(b"".join(digests), world_size)  # all ranks come here, or none
+        details = gathered(b"".join(digests), world_size)  # a collective: all ranks call it, or none
         names = list(own)
         for index in range(len(digests)):
             at = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
@@ -189,7 +194,7 @@ class DeclaredState:
 
 
 class _Table:
-    """The local values of all ranks as of one step: a row for each, of one size."""
+    """The local values of all ranks at one step: a row of the same size for each rank."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -197,13 +202,13 @@ class _Table:
 
     @property
     def _capacity(self) -> int:
-        """Of a row, from what all ranks hold alike: a replacement comes to the same."""
+        """Capacity of a row in bytes. It is computed from replicated data, so a replacement gets the same result."""
         return (
             max(_MIN_CAPACITY, len(self.content) // self.num_rows - _LENGTH_BYTES) if self.num_rows else _MIN_CAPACITY
         )
 
     def share(self, row: bytes, world_size: int) -> None:
-        """Gives a row and gets all of them; in a second go where one does not fit into what sufficed before."""
+        """All-gathers the rows. If a row exceeds the capacity, it increases the capacity and all-gathers again."""
         capacity = self._capacity
         rows = gathered(_row(row, capacity), world_size)
         longest = max(int.from_bytes(each[:_LENGTH_BYTES], "little") for each in rows)
@@ -213,14 +218,14 @@ class _Table:
         self.num_rows, self.content = world_size, b"".join(rows)
 
     def row(self, rank: int) -> bytes:
-        """One rank's."""
+        """The row of one rank."""
         size = len(self.content) // self.num_rows
         row = self.content[rank * size : (rank + 1) * size]
         return row[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(row[:_LENGTH_BYTES], "little")]
 
 
 class _LocalTable:
-    """The table as a protected object: what is loaded sets this rank's own values."""
+    """The table as a protected object. Loading it also sets this rank's own values."""
 
     def __init__(self, table: _Table, states: dict[str, State], rank: Callable[[], int | None]) -> None:
         self._table = table
@@ -228,13 +233,13 @@ class _LocalTable:
         self._rank = rank
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on every rank."""
+        """The table; the same on every rank."""
         names = {name: list(state.state_dict()) for name, state in self._states.items()}
         return {"names": names, "num_rows": self._table.num_rows, "rows": self._table.content}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises:
-        StateMismatch: it is of another job's ranks or of other values.
+        StateMismatch: the state has another number of ranks, or other attributes.
         """
         rank, num_rows = self._rank(), state["num_rows"]
         if rank is None or not num_rows:

@@ -4,15 +4,18 @@ Before the gradient barrier such a value does no harm: the step is undone. After
 may permanently get into the state. Scripts reduce a loss for a log line there, which is harmless. Scripts also pass a
 reduced metric to a scheduler there, which is not. `MissingValues` distinguishes the two by tracking the values:
 
-* Tensors, by their storages: every operation that reads a missing one leaves missing ones (a ``TorchDispatchMode``),
-  and so does one that has a collective inside it which is cut off, as those of DTensors have.
-* Python numbers: ``.item()`` gives a `Missing`, which calculates, and prints as ``missing`` (a ``TorchFunctionMode``).
+* Tensors, by their storages: the results of an operation that reads a missing tensor are missing, too. So are the
+  results of an operation with an interrupted collective inside it, such as an operation on DTensors. A
+  ``TorchDispatchMode`` tracks them.
+* Python numbers: ``.item()`` of a missing tensor returns a `Missing`. It supports arithmetic and prints as ``missing``.
+  A ``TorchFunctionMode`` creates it.
 
 A copy is valid if no missing value was written into a protected tensor or host value, and no *decision* was based on
-one: it was not compared, or turned into a bool or another plain number. The consequences of a decision cannot be known.
-Uses that are not known to be harmless count as harmful.
+a missing value. Comparing it, or converting it to a bool or another plain number, is a decision: its consequences
+cannot be tracked. Uses that are not known to be harmless count as harmful.
 
-It costs nothing until a collective is interrupted after the barrier: the modes are active from there to the next step.
+The tracking costs nothing until a collective is interrupted after the barrier: the modes are active from there to the
+next step.
 """
 
 from __future__ import annotations
@@ -34,26 +37,26 @@ from torch.utils._pytree import tree_leaves
 
 TEXT = "missing"
 _NOT_OF_THE_SCRIPT = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-"""The folders of torch and of keepstep: a line of the script lies in neither."""
+"""The folders of torch and of keepstep. A line outside of both belongs to the script."""
 _WIDTH = re.compile(r"^(?:.?[<>=^])?[ +-]?#?0?(\d+)?")
 _SHOWS = frozenset({"__repr__", "__str__", "__format__"})
 _READS = frozenset({"__float__", "__int__", "__bool__", "__index__", "__complex__", "__contains__", "__array__"})
 _READS |= {"__dlpack__", "__reduce_ex__", "numpy", "data_ptr", "untyped_storage", "storage", "_typed_storage"}
-"""Methods of a tensor by which its content leaves torch's sight."""
+"""Tensor methods that pass the content to code outside torch, where it cannot be tracked."""
 
 
 class MissingValues:
-    """Follows missing values through one process. Used by the training thread, except for `announce`."""
+    """Tracks missing values in one process. Used by the training thread, except for `announce`."""
 
     def __init__(self) -> None:
         self.protected: Callable[[], Iterable[torch.Tensor]] = tuple
-        """Gives the tensors that no missing value may get into."""
+        """Returns the protected tensors: a missing value must not be written to them."""
         self._begin()
 
     def _begin(self) -> None:
         self._num_announced = self._num_adopted = 0
         self._storages: dict[int, torch.UntypedStorage] = {}
-        """The storages that hold missing values, by identity; held, so that no identity is used again."""
+        """The storages with missing values, by identity. The references keep an identity from being reused."""
         self._protected_storages: set[int] = set()
         self._harm: str | None = None
         self._modes: tuple[_Reads, _Flow] | None = None
@@ -61,20 +64,20 @@ class MissingValues:
         """While this class itself computes with tensors."""
 
     def announce(self) -> None:
-        """A collective was cut off, and its value is missing. From any thread; `adopt` must follow."""
+        """Reports that a collective was interrupted and its result is missing. Any thread; `adopt` must follow."""
         self._num_announced += 1
 
     def adopt(self, received: Iterable[torch.Tensor], *, in_update: bool = False) -> None:
-        """The script is about to get the tensors that a collective which was announced would have written.
+        """Marks the output tensors of an announced collective as missing, before the script gets them.
 
-        Numbers in them that have a NaN become one, so that what is printed or saved unseen is no plausible value.
+        It fills floating-point and complex tensors with NaN, so that a value that escapes the tracking is recognizable.
 
         Args:
-            received: the tensors.
-            in_update: the collective is a part of a protected optimizer's ``step()``, so the update is not whole.
+            received: the output tensors of the collective.
+            in_update: whether a protected optimizer's ``step()`` called the collective: the update is then incomplete.
         """
         if self._num_adopted == self._num_announced:
-            return  # it was announced before the last conclusion, which has counted it
+            return  # announced before the last `conclude`, which has counted it
         self._num_adopted += 1
         if in_update:
             self._harmed("an update")
@@ -90,18 +93,18 @@ class MissingValues:
                     tensor.detach().fill_(float("nan"))
 
     def conclude(self, host: Callable[[], Any]) -> str | None:
-        """The script asks for the next step: nothing is followed any more.
+        """Ends the tracking. Call it when the script requests the next step.
 
         Args:
-            host: gives the protected host values.
+            host: returns the protected host values.
 
         Returns:
-            None: the copy is whole; else what may have got a missing value, with the line of the script.
+            None if the copy is valid; else what may contain a missing value, with the line of the script.
         """
         if self._num_adopted < self._num_announced:
             self._harmed("a collective that the script has not waited for")
         if self._modes is not None:
-            held = tree_leaves(host())  # while tensors are still followed: it may give copies of them
+            held = tree_leaves(host())  # before the modes end: host() may return copies of tensors
             _remove(*self._modes)
             if any(isinstance(leaf, Missing) or self.is_missing(leaf) for leaf in held):
                 self._harmed("protected host state")
@@ -117,17 +120,17 @@ class MissingValues:
 
     @property
     def num_adopted(self) -> int:
-        """How many collectives `adopt` was told of since the last conclusion."""
+        """Number of calls of `adopt` since the last `conclude` that marked a collective."""
         return self._num_adopted
 
     def flowed(
         self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any, *, adopted: bool
     ) -> None:
-        """An operation has run: what it has made or written out of missing values is missing.
+        """Marks the results and outputs of an operation as missing if one of its inputs is missing.
 
         Args:
-            operation, arguments, keywords, result: of the call.
-            adopted: whether a collective was cut off inside it.
+            operation, arguments, keywords, result: the operation, its inputs and its result.
+            adopted: whether a collective inside the operation was interrupted: the results are then missing as well.
         """
         if not adopted and not any(self.is_missing(leaf) for leaf in tree_leaves((arguments, keywords))):
             return
@@ -137,19 +140,19 @@ class MissingValues:
             elif leaf is not None:
                 self.decided()
         if torch.Tag.dynamic_output_shape in operation.tags:
-            self.decided()  # a shape tells something about the content
+            self.decided()  # the shape of the result depends on the content
 
     def decided(self) -> None:
-        """A missing value was turned into something that the script can act upon."""
+        """Records that the script can base a decision on a missing value."""
         self._harmed("what the script has decided by it")
 
     def scalar(self, tensor: torch.Tensor) -> Missing:
-        """What stands for the one element of a missing tensor."""
+        """The placeholder for the only element of a missing tensor."""
         with self._looking_away():
             return Missing(tensor.detach().item(), self.decided)
 
     def scalars(self, tensor: torch.Tensor) -> Any:
-        """What stands for a missing tensor's ``tolist()``."""
+        """The placeholder for a missing tensor's ``tolist()``."""
         if tensor.dim() == 0:
             return self.scalar(tensor)
         with self._looking_away():
@@ -157,7 +160,7 @@ class MissingValues:
         return [self.scalars(part) for part in parts]
 
     def _mark(self, tensor: torch.Tensor) -> bool:
-        """A tensor is missing from now on. False where it is a protected one, which is left alone."""
+        """Marks a tensor as missing. Returns False for a protected tensor: it records the harm and marks nothing."""
         identity = _identity(tensor)
         if identity in self._protected_storages:
             self._harmed("a protected tensor")
@@ -178,15 +181,15 @@ class MissingValues:
 
 
 class Missing(float):
-    """A number that died with a rank. It is a NaN; calculating with it gives another, and it prints as ``missing``."""
+    """The number from an interrupted collective. It is NaN and prints as ``missing``; arithmetic with it is missing."""
 
     own: Any
-    """What stood in its place on this rank. A script that has decided by it goes on with this."""
+    """This rank's own value, for a decision of the script."""
 
     def __new__(cls, own: Any, on_decision: Callable[[], None]) -> Missing:
         """Args:
         own: this rank's own value.
-        on_decision: called when it is turned into a plain value, or compared.
+        on_decision: called when the script compares the number or converts it to a plain value.
         """
         number = super().__new__(cls, "nan")
         number.own, number._on_decision = own, on_decision
@@ -218,7 +221,7 @@ def _calculates(operation: Callable[..., Any]) -> Callable[..., Any]:
             own = float("nan")  # such as round() of one, or a division by zero
         if isinstance(own, int | float | complex):
             return Missing(own, self._on_decision)
-        self._on_decision()  # an array, a tensor: its content is out of sight
+        self._on_decision()  # an array or a tensor, whose content is not tracked
         return own
 
     return calculate
@@ -258,7 +261,7 @@ for _name, _operation in {
 
 
 class _Reads(TorchFunctionMode):
-    """Sees what the script calls on tensors: where a missing one becomes a Python value."""
+    """Intercepts tensor methods that convert a missing tensor to a Python value."""
 
     def __init__(self, values: MissingValues) -> None:
         super().__init__()
@@ -283,7 +286,7 @@ class _Reads(TorchFunctionMode):
 
 
 class _Flow(TorchDispatchMode):
-    """Sees every operation that runs, also in a backward: where a missing tensor leaves its traces."""
+    """Intercepts every operation, also in a backward, to mark the results of missing inputs."""
 
     def __init__(self, values: MissingValues) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
@@ -308,7 +311,7 @@ def line_of_script() -> str:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Its memory: of a tensor around another one, such as a DTensor, the inner one's."""
+    """The tensor's storage; for a wrapper such as a DTensor, the storage of the inner tensor."""
     inner: Any = tensor
     while is_traceable_wrapper_subclass(inner):
         inner = getattr(inner, inner.__tensor_flatten__()[0][0])
@@ -322,7 +325,7 @@ def _identity(tensor: torch.Tensor) -> int:
 
 
 def _written(operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[Any]:
-    """The tensors that an operation writes into, as its schema says."""
+    """The tensors that an operation writes to, according to its schema."""
     for index, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = arguments[index] if index < len(arguments) else keywords.get(argument.name)
@@ -330,7 +333,7 @@ def _written(operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 
 
 def _push_below(reads: _Reads, flow: _Flow) -> None:
-    """Puts the modes below all others: a mode of the script may end before these do, and ends the one on top."""
+    """Pushes the modes below all others: when a mode of the script exits, torch pops the top of the stack."""
     for mode in (reads, *_popped_functions()):
         torch._C._push_on_torch_function_stack(mode)
     for other in (flow, *_popped_dispatches()):
@@ -347,10 +350,10 @@ def _remove(reads: _Reads, flow: _Flow) -> None:
 
 
 def _popped_functions() -> list[Any]:
-    """All modes taken off the stack, the lowest first."""
+    """Pops all function modes off the stack. Returns them, the lowest first."""
     return [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())][::-1]
 
 
 def _popped_dispatches() -> list[Any]:
-    """The same of the modes for operations."""
+    """Pops all dispatch modes off the stack. Returns them, the lowest first."""
     return [dispatch_modes._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]

@@ -1,11 +1,12 @@
 """Module buffers, compared between the ranks that hold the same shard.
 
-A forward may change buffers, and a lost rank gets those of a replica. DDP keeps them equal on all of its
-ranks. FSDP2, and scripts that average gradients themselves, do not: a statistic of each rank's own samples would differ
-after a recovery, and so would the results computed with it.
+A forward may change buffers, and a replacement gets the buffers of a replica. DDP keeps buffers equal on all ranks.
+FSDP2, and scripts that average gradients themselves, do not: statistics of each rank's own samples would differ after a
+recovery, and so would the results.
 
-So ranks compare what their first step in a generation has left, in the gradient barrier of the second: the same maximum
-that they take there of other numbers tells whether all digests of a shard are the same.
+So the ranks compare the buffers after their first step in a generation. They do it in the gradient barrier of the
+second step, which takes a maximum over all ranks anyway. Each rank contributes a digest and its negation, which gives
+the maximum and the minimum of the digests of a shard. They are equal only if all digests are.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from keepstep.weights.memory.bytes_of import digest_of
 from keepstep.worker.state.protected import ProtectedState
 
 _DIGITS = 15
-"""Of a digest, hexadecimal: 60 bits, and with either sign in 64."""
+"""Hexadecimal digits of a digest: 60 bits, so that the digest and its negation fit into 64 bits."""
 _NOTHING = -(1 << 62)
-"""The number of a rank for shards that it does not hold: less than any digest."""
+"""A rank's contribution for shards that it does not hold: less than any digest."""
 
 
 class ReplicaBuffers:
@@ -36,24 +37,24 @@ class ReplicaBuffers:
         self._membership: Membership | None = None
         self._rank = -1
         self._before: dict[str, str] = {}
-        """By name the digest of each buffer at the first step."""
+        """Name -> digest of each buffer at the first step."""
         self._now: dict[str, str] | None = None
-        """The same at the second one, where this is the step."""
+        """Name -> digest of each buffer at the second step; set only in that step."""
 
     def resumed(self, step: int, rank: int, membership: Membership | None) -> None:
-        """All ranks of a generation stand at one step.
+        """Call it when all ranks of a generation are at the same step.
 
         Args:
-            step: that one.
-            rank: this one.
-            membership: of the generation.
+            step: the step.
+            rank: this rank.
+            membership: membership of the generation.
         """
         has_replicas = membership is not None and len(membership.shards) < membership.world_size
         self._membership = membership if has_replicas and self._state.is_sharded else None
         self._first, self._rank, self._now = step, rank, None
 
     def hand_out(self, step: int) -> None:
-        """A step is handed out: what its forward will find."""
+        """Records the buffers that the forward of a step will read. Call it when the step is yielded."""
         self._now = None
         if self._membership is None or step > self._first + 1:
             return
@@ -74,10 +75,10 @@ class ReplicaBuffers:
         return tuple(said)
 
     def reduced(self, greatest: Sequence[int]) -> None:
-        """The greatest of what all ranks have said, number by number.
+        """Evaluates the maxima over all ranks of each number in `contribution`.
 
         Raises:
-            ConfigurationError: this rank's buffers are other ones than those of a replica.
+            ConfigurationError: this rank's buffers differ from those of a replica.
         """
         if self._now is None or self._membership is None or not greatest:
             return

@@ -24,7 +24,7 @@ _PLAIN = NameMap(())
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mapped:
-    """Weights, and how they correspond to those of the other side.
+    """Weights with a name map to the tensors of the other side.
 
     For a `Subscriber`, the map's rules make its tensors (or blocks of them) from those that are published. For a
     `Publisher`, they make what is published from its own tensors; those that no rule uses keep their names.
@@ -43,7 +43,7 @@ class ReturnedWeights:
     """Blocks of a version that a consumer holds, under the names under which it was published.
 
     Attributes:
-        blocks: each is memory of the consumer's.
+        blocks: the blocks, in the consumer's memory.
     """
 
     blocks: tuple[NamedBlock, ...]
@@ -61,12 +61,12 @@ def plain(weights: Weights | Mapped | ReturnedWeights) -> tuple[Weights, NameMap
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
-    """One of a consumer's tensors that is wanted.
+    """A consumer's tensor with its request.
 
     Attributes:
-        index: of the tensor among the consumer's.
-        want: what it asks for.
-        scale: index of its scales, if it is quantized.
+        index: index of the tensor among the consumer's.
+        want: the request.
+        scale: index of the tensor with its scales, if it is quantized.
     """
 
     index: int
@@ -81,12 +81,12 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IncomingPart:
-    """Where one part of what comes lies in a consumer's tensor.
+    """The destination of one incoming part in a consumer's tensor.
 
     Attributes:
-        region: in the consumer's tensor.
-        part: of which published tensor.
-        dtype: in which it travels.
+        region: region of the consumer's tensor.
+        part: the part of a published tensor.
+        dtype: dtype of the part in buckets.
     """
 
     region: Region
@@ -99,13 +99,13 @@ class IncomingPart:
 
 
 def wants_of(blocks: Sequence[NamedBlock], names: NameMap) -> list[Placed]:
-    """What a consumer asks for, in the order of its tensors, without scales, which it computes.
+    """The requests of a consumer, in the order of its tensors. It requests no scales, because it computes them.
 
     Raises:
         AmbiguousName: two rules make the same tensor.
-        UnknownTensor: a quantized tensor's scales are not there.
-        ShapeMismatch: they have another shape than there are blocks.
-        DtypeMismatch: they are not float32, or what is quantized is not float8.
+        UnknownTensor: the tensor with a quantized tensor's scales does not exist.
+        ShapeMismatch: the scales do not have one element per block.
+        DtypeMismatch: the scales are not float32, or the quantized tensor is not float8.
     """
     found, scales = [], set[int]()
     by_name = {name: index for index, block in enumerate(blocks) for name in block.names}
@@ -119,7 +119,7 @@ def wants_of(blocks: Sequence[NamedBlock], names: NameMap) -> list[Placed]:
 
 
 def _rule_of(block: NamedBlock, names: NameMap) -> tuple[Recipe | None, Convert]:
-    """The first of its names that a rule makes decides."""
+    """The recipe and conversion of a block: the first of its names that has a rule determines them."""
     made = [names.made_of(name) for name in block.names]
     return next((each for each in made if each[0] is not None), made[0])
 
@@ -144,12 +144,12 @@ def _scale_of(block: NamedBlock, convert: Quantize, blocks: Sequence[NamedBlock]
 
 
 def blocks_along(size: int, per: int) -> int:
-    """How many blocks of ``per`` indices there are in ``size``, the last one perhaps shorter."""
+    """Number of blocks of ``per`` indices in ``size``; the last one may be shorter."""
     return -(-size // per)
 
 
 def view_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """The part of a consumer's tensor in which a region lies, with the dimensions that it has where it is published."""
+    """A view of a region of a consumer's tensor, with the dimensions of the published tensor."""
     view = Held(tensor, whole(tuple(tensor.shape))).block(region.at)
     kept = [dim for dim in region.dims if dim is not None]
     new = [dim for dim in range(view.dim()) if dim not in kept]
@@ -166,12 +166,12 @@ def view_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def published_blocks(weights: Weights | Mapped | ReturnedWeights) -> list[NamedBlock]:
-    """What a publisher offers: its tensors, or what its rules make of them, block by block.
+    """The blocks that a publisher offers: its tensors, or the results of its rules.
 
     Raises:
         AmbiguousName: two rules make the same tensor.
-        MissingPart: a rule makes a tensor of which this device has some parts, and not all.
-        DtypeMismatch: a tensor's parts have several dtypes, or a rule converts: a consumer says what it casts.
+        MissingPart: this device holds some, but not all, source tensors of a rule.
+        DtypeMismatch: the parts of a tensor have different dtypes, or a rule converts, which only consumers may do.
         ConfigurationError: as `keepstep.weights.memory.blocks.named_blocks`.
     """
     if isinstance(weights, ReturnedWeights):
@@ -204,7 +204,7 @@ def published_blocks(weights: Weights | Mapped | ReturnedWeights) -> list[NamedB
 def _made_blocks(
     name: str, recipe: Recipe, by_name: Mapping[str, NamedBlock]
 ) -> Iterator[tuple[NamedBlock, NamedBlock | None]]:
-    """Each block that is used, and what it is in the tensor that is made; None: nothing of it lies there."""
+    """Yields each source block of a rule, and its part of the resulting tensor; None if it has no part in it."""
 
     def shape_of(source: str) -> tuple[int, ...]:
         if source not in by_name:
@@ -226,7 +226,7 @@ def _made_blocks(
 
 
 def _held_part(region: Region, held: Box) -> Region | None:
-    """What of a region a block of its source has."""
+    """The part of a region that a block of its source contains; None if it contains nothing of it."""
     found: Region | None = region
     for dim, to in enumerate(region.dims):
         skipped = held.start[dim] - region.box.start[dim]
@@ -240,7 +240,7 @@ def _held_part(region: Region, held: Box) -> Region | None:
 
 
 def _turned(view: torch.Tensor, region: Region, num_dims: int) -> torch.Tensor:
-    """A view of a source's block with the dimensions of the tensor that is made."""
+    """A view of a source's block with the dimensions of the resulting tensor."""
     kept = sorted((to, dim) for dim, to in enumerate(region.dims) if to is not None)
     gone = [dim for dim, to in enumerate(region.dims) if to is None]
     view = view.permute((*(dim for _to, dim in kept), *gone))

@@ -13,24 +13,24 @@ from keepstep.weights.memory.pieces import Held
 
 
 class Staged:
-    """One tensor on its way. Its memory is taken with its first part and given back with its last."""
+    """Assembles one quantized tensor. The memory is allocated with the first part and freed with the last."""
 
     def __init__(self, placed: Placed, like: torch.Tensor, places: Sequence[IncomingPart]) -> None:
         """Args:
-        placed: what it is; it has scales.
-        like: the consumer's tensor, for its shape and device.
-        places: its parts; they fill it.
+        placed: the consumer's tensor with its request. It has scales.
+        like: the consumer's tensor, for shape and device.
+        places: the parts of the tensor. Together they fill it.
         """
         self._placed, self._like, self._places = placed, like, places
         self._values: torch.Tensor | None = None
         self._missing = 0
 
     def forget(self) -> None:
-        """What has come of it is not used: another version comes."""
+        """Drops the received parts, because another version begins."""
         self._values = None
 
     def held(self) -> dict[int, list[Held]]:
-        """Where its parts go, by index of the published tensor."""
+        """The destinations of the parts, by index of the published tensor. Allocates the memory."""
         if self._values is None:
             dtypes = {place.dtype for place in self._places}
             dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -42,11 +42,11 @@ class Staged:
         return found
 
     def came(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
-        """A bucket's parts have been copied; with the last one the tensor and its scales are written.
+        """Call it when a bucket's parts have been copied. After the last part it writes the tensor and its scales.
 
         Args:
-            bucket: which.
-            tensors: the set that is filled.
+            bucket: the bucket.
+            tensors: the set of the consumer's tensors to write.
         """
         for piece in bucket.pieces:
             parts = [place.part for place in self._places if place.part.tensor == piece.tensor]
@@ -62,9 +62,9 @@ def quantize(values: torch.Tensor, into: torch.Tensor, scales: torch.Tensor, blo
 
     Args:
         values: [n, ...], of any floating dtype.
-        into: the same shape, float8.
-        scales: float32, one for each block, counted from the first index; a block of zeros has scale 1.
-        block: shape of a block; None: one for all.
+        into: destination of the same shape, float8.
+        scales: destination of the scales, float32, one per block. A block of zeros gets scale 1.
+        block: shape of a block; None uses one scale for the whole tensor.
     """
     wide, largest = values.float(), torch.finfo(into.dtype).max
     if block is None:

@@ -1,1 +1,1 @@
-"""Publishers on several nodes: the devices of one node reach those of the others over links."""
+"""Publishers on several nodes: connects their devices over links."""

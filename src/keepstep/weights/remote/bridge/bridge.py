@@ -1,4 +1,4 @@
-"""The links of one node that publishes with all others that do."""
+"""The links of one node with publishers to all other such nodes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from keepstep.weights.remote.link import NodeLink
 from keepstep.weights.remote.transports.by_name import make_transport
 
 RETRY_S = 0.2
-"""Between two attempts to reach a node."""
+"""Pause between two attempts to connect to a node."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Peer:
-    """A node to which a link is wanted."""
+    """Another node to which this node keeps a link."""
 
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     ended: threading.Event = dataclasses.field(default_factory=threading.Event)
-    """Set when its link is lost, or not wanted any more."""
+    """Set when the link is lost or no longer needed."""
     thread: threading.Thread | None = None
     is_linked: bool = False
 
     def leave(self) -> None:
-        """It is not wanted any more."""
+        """Ends the link, which is no longer needed."""
         self.stop.set()
         self.ended.set()
 
 
 class Bridge:
-    """Between two nodes there are two links: each dials the other, for what its own devices want from there."""
+    """Keeps the links to other nodes. Between two nodes there are two links: each node opens one to receive buckets."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Bridge:
         note: Callable[[str], None],
     ) -> None:
         """Args:
-        folder: that of the publishers of this node.
-        credentials: this node's, for the role of a publisher.
-        joining: what links from other nodes are like.
-        tls: for encryption; None: there is none.
-        deadline_s: that of the publishers.
-        note: told of links that come and go.
+        folder: folder of the publishers on this node.
+        credentials: credentials of this node, for the role of a publisher.
+        joining: settings of the links.
+        tls: TLS context; None disables TLS.
+        deadline_s: the publishers' deadline, in seconds.
+        note: called with a message when a link opens or is lost.
 
         Raises:
             ConfigurationError: the folder cannot be used.
@@ -68,21 +68,21 @@ class Bridge:
 
     @property
     def linked(self) -> frozenset[str]:
-        """Addresses of the nodes from which there is a link."""
+        """Addresses of the nodes to which this node has an open link."""
         with self._lock:
             return frozenset(address for address, peer in self._peers.items() if peer.is_linked)
 
     @property
     def num_bytes(self) -> int:
-        """Of buckets that have come from other nodes."""
+        """Bytes of buckets received from other nodes."""
         return self._far_devices.num_bytes
 
     def end_of(self, link: NodeLink, name: str) -> LocalDevices:
-        """What a link that another node has opened gives it."""
+        """Creates this node's end of a link that another node has opened."""
         return LocalDevices(self._folder, link, name)
 
     def reach(self, addresses: Collection[str]) -> None:
-        """From now on there are links from these nodes, and no others, as far as they can be reached."""
+        """Keeps links to exactly these nodes from now on. It retries nodes that cannot be reached."""
         with self._lock:
             for address in set(self._peers) - set(addresses):
                 self._peers.pop(address).leave()
@@ -106,7 +106,7 @@ class Bridge:
             peer.stop.wait(RETRY_S)
 
     def _be_linked(self, address: str, peer: _Peer) -> None:
-        """Opens a link, and stays until it is lost."""
+        """Opens a link, and returns when it is lost."""
         control, accepted = call(address, self._credentials, self._joining, self._tls)
         joining = dataclasses.replace(self._joining, session=accepted.session)
         streams = open_streams(address, self._credentials, joining, self._tls, control)
@@ -136,7 +136,7 @@ class Bridge:
         self._note(f"node at {address} {reason}")
 
     def close(self) -> None:
-        """Ends every link that was opened here, and every connection."""
+        """Closes every link that this node has opened, and every connection."""
         with self._lock:
             peers, self._peers = list(self._peers.values()), {}
         for peer in peers:

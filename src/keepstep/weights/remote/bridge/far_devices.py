@@ -1,7 +1,7 @@
-"""The devices of other nodes, for those of this one: they dial here, and tunnels lead to where the rank is.
+"""Connects devices on this node to devices on other nodes, through tunnels.
 
-A device does not know on which node a rank is: it asks every other node, and the one that has the rank answers. So a
-rank may come back on another node.
+A device does not know the node of a rank. So this module asks every other node, and the node with the rank answers.
+Therefore a rank may come back on another node.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from keepstep.weights.remote.link import NodeLink
 
 @dataclasses.dataclass(slots=True, eq=False)
 class FarNode:
-    """Another node that publishes, while there is a link from it.
+    """Another node with publishers, while the link to it is open.
 
     Attributes:
-        who: for messages.
-        link: from there.
-        mirrors: by number, of those of its devices' buffers that are read here.
+        who: name of the node, for messages.
+        link: the link to the node.
+        mirrors: number -> mirror of a device's buffer on that node.
     """
 
     who: str
@@ -44,30 +44,30 @@ class FarNode:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Caller:
-    """A device of this node that wants to reach a rank, or has."""
+    """A connection from a device on this node to a rank on another node."""
 
     called: FarCalled
     connection: Connection
     node: FarNode | None = None
-    """Where the rank is, once it has answered."""
+    """The node of the rank, once that has answered."""
     mirror: int = 0
     queue: deque[tuple[AnyTransferMessage, Mirror | None, int, int]] = dataclasses.field(default_factory=deque)
-    """What it is to be told, each with the shipment that it has to wait for, and its slot."""
+    """Pending messages. Each has the mirror, number and slot of the shipment that must arrive first."""
     turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def tell(self, message: AnyTransferMessage, descriptors: Sequence[int] = ()) -> None:
-        """Tells it now."""
+        """Sends a message at once."""
         with self.turn:
             self._send(message, descriptors)
 
     def tell_in_turn(self, message: AnyTransferMessage, mirror: Mirror | None, shipment: int, slot: int) -> None:
-        """Tells it as soon as it has been told all before, and the shipment has come."""
+        """Sends a message after all earlier ones, as soon as the shipment has arrived."""
         with self.turn:
             self.queue.append((message, mirror, shipment, slot))
             self._tell_what_is_due()
 
     def look_again(self) -> None:
-        """Shipments have come."""
+        """Sends pending messages whose shipments have arrived."""
         with self.turn:
             self._tell_what_is_due()
 
@@ -87,11 +87,11 @@ class _Caller:
 
 
 class FarDevices:
-    """Listens in the publishers' folder, and passes on what the devices here and the far ones say. Any thread."""
+    """Accepts connections in the publishers' folder, and forwards messages to and from remote devices. Any thread."""
 
     def __init__(self, folder: Path) -> None:
         """Args:
-        folder: that of the publishers of this node.
+        folder: folder of the publishers on this node.
 
         Raises:
             ConfigurationError: the folder cannot be used.
@@ -101,7 +101,7 @@ class FarDevices:
         self._nodes: list[FarNode] = []
         self._numbers = itertools.count(1)
         self.num_bytes = 0
-        """Of buckets that have come from other nodes."""
+        """Bytes of buckets received from other nodes."""
         self._changed = CancelToken()
         self._stop = CancelToken()
         make_private(folder)
@@ -112,7 +112,7 @@ class FarDevices:
     # ---- from other nodes -------------------------------------------------------------------------------------------
 
     def rise(self, node: FarNode) -> None:
-        """There is a link from a node: those who look for a rank ask there, too."""
+        """Adds a node with an open link, and asks it for the ranks that local devices are waiting for."""
         with self._lock:
             self._nodes.append(node)
             for tunnel, caller in self._callers.items():
@@ -120,7 +120,7 @@ class FarDevices:
                     self._ask(node, tunnel, caller)
 
     def fall(self, node: FarNode, reason: str) -> None:
-        """Its link is lost."""
+        """Removes a node whose link is lost, and ends its tunnels."""
         with self._lock:
             self._nodes.remove(node)
             tunnels = [tunnel for tunnel, caller in self._callers.items() if caller.node is node]
@@ -128,10 +128,10 @@ class FarDevices:
             self._end(tunnel, f"cannot be reached: {node.who} {reason}")
 
     def hear(self, node: FarNode, message: msg.AnyLinkMessage) -> None:
-        """A node says something.
+        """Handles a message from a node.
 
         Raises:
-            RemoteProtocolError: it has no meaning here.
+            RemoteProtocolError: the message is not valid here.
         """
         match message:
             case msg.DeviceWelcomed(tunnel, mirror, welcomed):
@@ -154,12 +154,12 @@ class FarDevices:
                 raise RemoteProtocolError(f"sent {other!r:.80}")
 
     def bring(self, node: FarNode, mirror: int, shipment: int, num_bytes: int, fill: Fill) -> None:
-        """A shipment comes from a node; see `Mirror.take`."""
+        """Receives a shipment from a node into a mirror; see `Mirror.take`."""
         with self._lock:
             there = node.mirrors.get(mirror)
             waiting = [each for each in self._callers.values() if each.node is node and each.mirror == mirror]
             self.num_bytes += num_bytes
-        if there is None:  # all its readers here have left
+        if there is None:  # all local readers have disconnected
             fill(None)
             return
         there.take(shipment, num_bytes, fill)
@@ -167,7 +167,7 @@ class FarDevices:
             caller.look_again()
 
     def _welcome(self, node: FarNode, tunnel: int, mirror: int, welcomed: Welcomed) -> None:
-        """A rank has answered from a node; other nodes need not look for it any more."""
+        """Handles the answer of a rank. Tells the other nodes to stop looking for it."""
         with self._lock:
             caller = self._callers.get(tunnel)
             if caller is None or caller.node is not None:
@@ -193,7 +193,7 @@ class FarDevices:
         node.link.send(msg.DeviceTunnelOpened(tunnel, caller.called.rank, caller.called.introduction))
 
     def _end(self, tunnel: int, reason: str) -> None:
-        """Nothing more comes on a tunnel."""
+        """Ends a tunnel and closes the connection of its device."""
         with self._lock:
             caller = self._callers.get(tunnel)
         if caller is not None:
@@ -203,7 +203,7 @@ class FarDevices:
     # ---- from the devices of this node ------------------------------------------------------------------------------
 
     def _answer(self, connection: Connection, message: AnyTransferMessage) -> None:
-        """A device dials. Runs in the listener's threads."""
+        """Handles a new connection of a device. Runs in the listener's threads."""
         if not isinstance(message, FarCalled):
             with contextlib.suppress(PeerLost):
                 refused = Refused(f"{type(message).__name__} opens no connection here", stale=False)
@@ -237,7 +237,7 @@ class FarDevices:
         try:
             while (message := caller.connection.receive_now()) is not None:
                 if caller.node is None:
-                    raise RemoteProtocolError("spoke before it was answered")
+                    raise RemoteProtocolError("sent a message before the answer")
                 caller.node.link.send(msg.TunnelSaid(tunnel, message))
         except (PeerLost, RemoteProtocolError) as error:
             self._drop(tunnel, caller, what_of(error))
@@ -256,7 +256,7 @@ class FarDevices:
             caller.connection.close()
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         self._listener.close()
         self._stop.set()
         self._thread.join()

@@ -1,7 +1,7 @@
-"""One end of a link between two nodes that publish: the devices of this node, for devices of the other one.
+"""One end of a link between two nodes with publishers: connects devices on the other node to devices on this one.
 
-Their connections pass through tunnels. Buckets do not: what a device announces to several devices of the other node
-goes over the link once, straight out of the device's buffer.
+Messages go through tunnels. Buckets do not: a bucket that a device announces to several devices on the other node goes
+over the link once, directly from the device's buffer.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from keepstep.weights.remote.link import NodeLink
 from keepstep.weights.remote.switch import BucketInSlot
 
 LOOK_FOR_RANK_S = 0.1
-"""Between two looks whether a rank is on this node: every node looks for what a device of another one wants."""
+"""Interval between two checks whether a requested rank is on this node: a request goes to all nodes."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Shipment:
-    """What was announced last in a slot, and to which tunnels."""
+    """The last announcement in a slot, and the tunnels that it went to."""
 
     number: int
     update: int
@@ -42,18 +42,18 @@ class _Shipment:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Mirrored:
-    """A device's buffer, which has a mirror on the other node."""
+    """A device's buffer that has a mirror on the other node."""
 
     number: int
     buffer: SlotBuffer
     is_shared: bool
     latest: dict[int, _Shipment] = dataclasses.field(default_factory=dict)
-    """By slot. Used by the thread that hears the devices."""
+    """Slot -> last shipment. Used by the thread that receives from the devices."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Mirroring(Reached):
-    """A device of this node, as a tunnel leads to it."""
+    """A device on this node at the end of a tunnel."""
 
     mirrored: _Mirrored | None = None
 
@@ -63,9 +63,9 @@ class LocalDevices(DeviceConnections[_Mirroring]):
 
     def __init__(self, folder: Path, link: NodeLink, name: str) -> None:
         """Args:
-        folder: that of the publishers.
-        link: from the other node.
-        name: of that node.
+        folder: folder of the publishers.
+        link: link to the other node.
+        name: name of that node.
         """
         self._folder, self._link, self._name = folder, link, name
         self._numbers = itertools.count(1)
@@ -93,7 +93,7 @@ class LocalDevices(DeviceConnections[_Mirroring]):
         tunnel, who = opened.tunnel, f"rank {opened.rank}"
         path = listener_path(self._folder, opened.rank)
         try:
-            while not path.exists():  # on most nodes it never will
+            while not path.exists():  # the rank is on at most one node; the others wait until they are cancelled
                 wait([], time.monotonic() + LOOK_FOR_RANK_S, stop)
             connection, welcomed = dial(path, opened.introduction, who, time.monotonic() + FOREVER_S, stop)
             place = welcomed.buffer
@@ -120,9 +120,9 @@ class LocalDevices(DeviceConnections[_Mirroring]):
         self._enter(tunnel, connection, make)
 
     def _mirrored(self, buffer: SlotBuffer, is_shared: bool) -> _Mirrored:
-        """The same for all that read what a device sends in updates, which the file of its buffer tells.
+        """The mirror record of a device's buffer. All readers of the regular updates share one, found by its file.
 
-        What is sent to a late consumer's device alone has numbers of that device's own: it has a mirror for itself.
+        A transfer to a late consumer's device has update numbers of that device, so it gets a record of its own.
         """
         found = os.fstat(buffer.descriptor).st_ino
         for each in self._reached.values():
@@ -145,7 +145,7 @@ class LocalDevices(DeviceConnections[_Mirroring]):
         self._link.send(msg.TunnelEnded(number, reason))
 
     def _ship(self, tunnel: int, reached: _Mirroring, ready: BucketReady) -> None:
-        """A bucket lies in a device's buffer. The device tells one tunnel after the other of it."""
+        """Sends a bucket from a device's buffer. The device announces it on each tunnel; it is sent only once."""
         mirrored = reached.mirrored
         if mirrored is None or not 0 <= ready.slot < mirrored.buffer.num_slots:
             raise RemoteProtocolError(f"announced bucket {ready.bucket} in slot {ready.slot}")

@@ -1,4 +1,4 @@
-"""What lies in a device's buffer on another node, slot by slot, for its readers on this one."""
+"""Mirrors: local copies of the buffers of devices on other nodes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from keepstep.protocol.transfer.messages import BucketReady, BufferPlace
 from keepstep.weights.memory.buffers import Fill, SlotBuffer, SlotPart
 
 ON_A_GPU = "its buffers are on a GPU: with publishers on several nodes they must be on 'cpu'"
-"""Why a buffer has no mirror."""
+"""Error for a buffer that cannot have a mirror."""
 MAX_MIRROR_BYTES = 1 << 31
-"""What claims more is refused before memory is taken for it."""
+"""A larger claim of a peer is refused before memory is allocated for it."""
 
 
 class Mirror:
-    """A buffer like the device's. Any thread.
+    """A local copy of a remote device's buffer, slot by slot. Any thread.
 
-    The device writes a slot again only when all its readers have freed it, those on this node among them, so nothing
-    here has to count readers. What an update that broke off has left on one stream of a link may come after what the
-    next one sends on another: a slot takes only what was shipped later than what it has.
+    The device overwrites a slot only after all its readers, including those on this node, have freed it. So the mirror
+    need not count readers. Data of an aborted update on one stream of a link may arrive after data of the next update
+    on another stream. So a slot accepts only shipments with a higher number than the one it holds.
     """
 
     def __init__(self, place: BufferPlace) -> None:
         """Args:
-        place: what the device says of its buffer.
+        place: the device's description of its buffer.
 
         Raises:
-            RemoteProtocolError: it is on a GPU, or too large.
-            BufferUnavailable: there is not so much memory here.
+            RemoteProtocolError: the buffer is on a GPU, or too large.
+            BufferUnavailable: this node does not have enough memory.
         """
         if place.gpu is not None:
             raise RemoteProtocolError(ON_A_GPU)
@@ -39,14 +39,14 @@ class Mirror:
         self._expected: dict[int, BucketReady] = {}
         self._last_expected = 0
         self._arrived = [0] * place.num_slots
-        """By slot: the latest shipment that is there. While the next one comes it is still there in name only."""
+        """For each slot, the number of its latest complete shipment. The next one may be overwriting it."""
         self._turns = [threading.Lock() for _ in range(place.num_slots)]
 
     def expect(self, shipment: int, ready: BucketReady) -> None:
-        """A shipment comes, or is there already.
+        """Registers a shipment that will arrive, or has arrived.
 
         Raises:
-            RemoteProtocolError: it does not fit.
+            RemoteProtocolError: the shipment does not fit into its slot.
         """
         if not (0 <= ready.slot < self.buffer.num_slots and 0 < ready.num_bytes <= self.buffer.slot_bytes):
             raise RemoteProtocolError(
@@ -58,7 +58,7 @@ class Mirror:
                 self._expected[shipment] = ready
 
     def take(self, shipment: int, num_bytes: int, fill: Fill) -> None:
-        """A shipment has come; see `keepstep.weights.memory.buffers.Fill`."""
+        """Receives a shipment into its slot by calling ``fill``; see `keepstep.weights.memory.buffers.Fill`."""
         with self._lock:
             ready = self._expected.pop(shipment, None)
         if ready is None or ready.num_bytes != num_bytes:
@@ -72,5 +72,5 @@ class Mirror:
             self._arrived[ready.slot] = shipment
 
     def has(self, shipment: int, slot: int) -> bool:
-        """Whether a shipment has come into its slot."""
+        """Whether a shipment has arrived in its slot."""
         return self._arrived[slot] >= shipment

@@ -1,1 +1,1 @@
-"""How buckets go over a link: a file for each transport. Messages always go over the link's own connection."""
+"""The transports of buckets on a link, one per file. Messages always go over the link's own connection."""

@@ -1,4 +1,4 @@
-"""The transports that there are, by their names. Each is imported only where it is used."""
+"""The available transports by name. Each is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TRANSPORTS = (TCP, NIXL)
 
 
 def check_transport(name: str) -> None:
-    """Checks that links with this transport can be made.
+    """Checks that a transport can be used on this machine.
 
     Raises:
-        ConfigurationError: there is none of this name, or what it needs is not installed, or does not work here.
+        ConfigurationError: there is no transport of this name, or a required library is missing or does not work.
     """
     if name not in TRANSPORTS:
         raise ConfigurationError(f"transport={name!r}: allowed are {' and '.join(map(repr, TRANSPORTS))}")
@@ -28,17 +28,17 @@ def check_transport(name: str) -> None:
 
 
 def make_transport(name: str, streams: Sequence[ByteStream], num_parallel: int) -> BucketTransport:
-    """One end of it, for one link.
+    """Creates one end of a transport for one link.
 
     Args:
-        name: one for which `check_transport` raised nothing.
-        streams: that the link has besides the connection for messages; the transport owns them.
-        num_parallel: how many buckets are received at a time, where that does not follow from ``streams``.
+        name: name of the transport; `check_transport` must have accepted it.
+        streams: the link's streams besides the connection for messages. The transport owns them.
+        num_parallel: number of buckets that are received concurrently, if ``streams`` does not determine it.
     """
     if name == NIXL:
         from keepstep.weights.remote.transports.nixl import NixlTransport
 
         for stream in streams:
-            stream.close()  # it needs none
+            stream.close()  # NIXL needs no streams
         return NixlTransport(num_parallel)
     return TcpTransport(streams)

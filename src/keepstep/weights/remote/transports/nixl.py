@@ -1,11 +1,11 @@
-"""Buckets over NIXL, NVIDIA's library for RDMA: the node that receives reads them out of the sending node's memory.
+"""Buckets over NIXL, NVIDIA's library for RDMA: the receiving node reads them from the sending node's memory.
 
-Each end registers its node's buffer, once. The sender offers a bucket by a message of the link; the receiver reads it
-into a slot of its own (one-sided: the sender's Python has no part in it), and says so by another. So the only one who
-writes into a node's buffer is the node itself, a bucket is there when its read has ended, and slots hold back who is
-too fast, as with TCP. What one end tells the other of its memory are NIXL's own bytes, addresses and lengths.
+Each end registers its node's buffer once. The sender offers a bucket in a message on the link. The receiver reads the
+bucket into a slot of its own with a one-sided RDMA read, in which the sender's Python takes no part. Then it confirms
+the read in another message. So only the node itself writes into its buffer, a bucket is complete when its read has
+ended, and slots provide flow control, as with TCP. The ends exchange only NIXL's own metadata, addresses and lengths.
 
-Below NIXL is UCX, which takes InfiniBand or RoCE. It knows no login: docs/WEIGHTS.md says what that means.
+NIXL uses UCX over InfiniBand or RoCE. UCX has no authentication: docs/WEIGHTS.md describes the consequences.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from keepstep.weights.remote.switch import BucketInSlot
 
 BACKEND = "UCX"
 UCX_CONFIG = "TLS=^tcp"
-"""All that UCX has but TCP, unless the variable UCX_TLS says otherwise. Over TCP it only imitates RDMA, and opens a
-port that knows no login, through which any memory of the process can be written."""
+"""Excludes UCX's TCP transport, unless the variable UCX_TLS overrides it. Over TCP, UCX emulates RDMA and opens a port
+without authentication, through which any memory of the process can be written."""
 PROGRESS_US = 10_000
-"""How long the sender's thread of NIXL sleeps at most. It wakes up for what comes; with 0, NIXL's own choice in Python,
-it would keep a processor busy for as long as the link stands."""
+"""The longest sleep of NIXL's thread on the sender, in microseconds. Events wake it up. With 0, the default of NIXL's
+Python API, it would busy-wait as long as the link is open."""
 LOOK_S = 5e-5
-"""Between two looks whether a read has ended: NIXL has nothing to wait for. 4 MiB take 0.1 ms at 40 GB/s."""
+"""Polling interval for the end of a read, because NIXL has no blocking wait. 4 MiB take 0.1 ms at 40 GB/s."""
 
 
 def load_nixl() -> ModuleType:
-    """NIXL's module.
+    """Imports NIXL.
 
     Raises:
-        ConfigurationError: it is not installed, or not for this machine.
+        ConfigurationError: NIXL is not installed, or not for this machine.
     """
     try:
         import nixl
@@ -55,10 +55,10 @@ def load_nixl() -> ModuleType:
 
 
 def check_nixl() -> None:
-    """Checks that NIXL works here; takes half a second.
+    """Checks that NIXL works on this machine. This takes half a second.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: NIXL does not work.
     """
     RegisteredMemory("no peer", is_read_by_others=False).close()
 
@@ -136,25 +136,25 @@ class NixlTransport:
 
 
 class RegisteredMemory:
-    """One end of a link, as NIXL sees it: memory here, and memory there. Any thread."""
+    """One end of a link in NIXL: registered local memory, and the memory of the other end. Any thread."""
 
     def __init__(self, who: str, *, is_read_by_others: bool) -> None:
         """Args:
-        who: is at the other end, for messages.
-        is_read_by_others: the other end reads here; else this one reads there.
+        who: name of the peer, for messages.
+        is_read_by_others: whether the peer reads this end's memory; otherwise this end reads the peer's.
 
         Raises:
-            ConfigurationError: NIXL does not work here.
+            ConfigurationError: NIXL does not work on this machine.
         """
         self._who, self._nixl = who, load_nixl()
         self._errors = tuple(each for name, each in vars(self._nixl).items() if name.endswith("Error"))
         self._turn = threading.Condition()
-        """NIXL is called by one thread at a time."""
+        """Serializes the calls of NIXL."""
         self._buffers: dict[SlotBuffer, tuple[Any, Any]] = {}
-        """What is registered, and what a buffer has to do before it is closed."""
+        """Buffer -> (its registration, the callback that the buffer runs when it is closed)."""
         self._peer: str | None = None
         self._num_reads = 0
-        """That are under way."""
+        """Number of running reads."""
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = is_read_by_others  # a reader makes progress whenever it looks
         config.pthrDelay = PROGRESS_US
@@ -168,10 +168,13 @@ class RegisteredMemory:
             ) from None
 
     def register(self, buffer: SlotBuffer) -> bool:
-        """Lets NIXL send from a buffer and write to it, until it is closed; whether it was new.
+        """Registers a buffer with NIXL, for reads from and into it, until the buffer is closed.
+
+        Returns:
+            whether the buffer was not registered before.
 
         Raises:
-            ConfigurationError: NIXL cannot.
+            ConfigurationError: NIXL cannot register the memory.
         """
         with self._turn:
             if buffer in self._buffers or self._agent is None:
@@ -189,7 +192,7 @@ class RegisteredMemory:
             return True
 
     def description(self) -> bytes:
-        """Of this end and all that is registered, for `know` at the other one. Raises what `register` does."""
+        """Metadata of this end and its registered memory, for `know` on the other end. Raises as `register`."""
         with self._turn:
             try:
                 described: bytes = self._agent.getLocalMD()
@@ -198,10 +201,10 @@ class RegisteredMemory:
             return described
 
     def know(self, description: bytes) -> None:
-        """What the other end has registered by now.
+        """Loads the `description` of the other end's registered memory. Waits for running reads first.
 
         Raises:
-            RemoteProtocolError: it is none.
+            RemoteProtocolError: ``description`` is not valid metadata of NIXL.
         """
         with self._turn:
             self._turn.wait_for(lambda: not self._num_reads)
@@ -215,16 +218,16 @@ class RegisteredMemory:
                 raise RemoteProtocolError(f"describes its memory in another way ({error})") from None
 
     def read(self, part: SlotPart, address: int, until_s: float, stop: threading.Event) -> None:
-        """Reads from the other end's memory into a slot here.
+        """Reads from the other end's memory into a local slot.
 
         Args:
-            part: where to; its size is how much.
-            address: where from, in the other process.
-            until_s: on the monotonic clock.
-            stop: the link is lost.
+            part: the destination; its size is the number of bytes to read.
+            address: address of the source in the other process.
+            until_s: deadline on the monotonic clock.
+            stop: set when the link is lost.
 
         Raises:
-            ConnectionEnded, ConnectionStalled: it could not be read. Nothing writes into the slot any more.
+            ConnectionEnded, ConnectionStalled: the read failed. NIXL does not write into the slot any more.
         """
         self.register(part.buffer)
         request = self._begin(part, address)
@@ -235,7 +238,7 @@ class RegisteredMemory:
                 if time.monotonic() >= until_s:
                     raise ConnectionStalled(self._who, "does not let a bucket be read")
         except ConnectionLost:
-            self.close()  # in NIXL there is no other way to call off a read that is under way
+            self.close()  # NIXL has no other way to cancel a running read
             raise
         finally:
             with self._turn:
@@ -243,7 +246,7 @@ class RegisteredMemory:
                 self._turn.notify_all()
 
     def close(self) -> None:
-        """Takes all back; reads that are under way fail. Any number of times."""
+        """Deregisters all memory. Running reads fail. May be called several times."""
         with self._turn:
             agent, self._agent = self._agent, None
             buffers, self._buffers = self._buffers, {}
@@ -254,7 +257,7 @@ class RegisteredMemory:
             del agent
 
     def _forget(self, buffer: SlotBuffer) -> None:
-        """A buffer is about to be closed."""
+        """Deregisters a buffer that is about to be closed."""
         with self._turn:
             self._turn.wait_for(lambda: not self._num_reads)
             registered, forget = self._buffers.pop(buffer, (None, None))

@@ -1,8 +1,8 @@
-"""Buckets over TCP, each in stripes: a part of it on each of a link's streams, at the same time.
+"""Buckets over TCP in stripes: each stream of a link carries one part of every bucket, at the same time.
 
-A bucket that goes whole over one of several streams has that stream's share of the bandwidth, and in a chain of nodes
-it costs that time on each link. In stripes it has all of the bandwidth. Each stream begins with the number of its
-stripe, in one byte; then come its parts of all buckets, in the same order on each stream.
+A bucket that used only one of several streams would get only that stream's share of the bandwidth, on each link of a
+chain of nodes. In stripes it gets the whole bandwidth. A stream begins with the number of its stripe, in one byte. The
+parts of all buckets follow, in the same order on each stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TcpTransport:
     """See `keepstep.weights.remote.link.BucketTransport`."""
 
     def __init__(self, streams: Sequence[ByteStream]) -> None:
-        """``streams`` are of the same link at both ends, in any order; the transport owns them."""
+        """Takes ownership of ``streams``, the streams of one link. The order may differ between the two ends."""
         self._streams = streams
         self._outgoing: list[queue.SimpleQueue[_OutgoingBucket | None]] = [queue.SimpleQueue() for _ in streams]
         self._incoming = _IncomingBucket(len(streams))
@@ -101,7 +101,7 @@ class TcpTransport:
             self._receive_stripes(stream, stripe)
 
     def _receive_buckets(self, link: NodeLink, stream: ByteStream, bring: Bring) -> None:
-        """The first stripes, whose thread finds a place for each bucket."""
+        """Receives the first stripe of each bucket. Its thread also finds the bucket's slot."""
         while True:
             header = _receive_header(stream)
             num_messages, update, bucket, num_bytes = header
@@ -115,17 +115,17 @@ class TcpTransport:
         self._incoming.begin(header, content)
         try:
             stream.receive_into(self._part(content, 0))
-        except BaseException:  # of any kind: the other streams' threads must write no more
+        except BaseException:  # the threads of the other streams must stop writing
             self.end()
             raise
-        finally:  # nothing may write into the slot when this returns
+        finally:  # no thread may write into the slot after this returns
             is_complete = self._incoming.wait_for_others()
         if not is_complete:
             raise ConnectionEnded(link.who, "has closed one of its streams")
         link.rate.came(num_bytes, began_s, time.monotonic())
 
     def _receive_stripes(self, stream: ByteStream, stripe: int) -> None:
-        """The other stripes, whose threads write where the first one's wants to have the bucket."""
+        """Receives another stripe of each bucket, into the slot that the first stripe's thread has found."""
         while True:
             header = _receive_header(stream)
             is_complete = False
@@ -146,7 +146,7 @@ class _OutgoingBucket:
         self._lock = threading.Lock()
 
     def left(self) -> None:
-        """It has left on one more stream, or never will."""
+        """Call it when the bucket has been sent on one more stream, or cannot be sent there."""
         with self._lock:
             self._num_left -= 1
             is_last = self._num_left == 0
@@ -155,7 +155,7 @@ class _OutgoingBucket:
 
 
 class _IncomingBucket:
-    """The bucket that a link receives now; they come one after the other. The thread of stripe 0 begins each."""
+    """The bucket that a link is receiving; a link receives one at a time. The thread of stripe 0 begins each."""
 
     def __init__(self, num_stripes: int) -> None:
         self._num_stripes = num_stripes
@@ -163,7 +163,7 @@ class _IncomingBucket:
         self._claimed: set[int] = set()
         self._num_begun = 0
         self._num_filled = dict.fromkeys(range(1, num_stripes), 0)
-        """By stripe: of how many buckets it is complete."""
+        """For each stripe, the number of buckets for which it is complete."""
         self._written: set[int] = set()
         """Stripes that are being written into the bucket."""
         self._header: Header = ()
@@ -171,10 +171,10 @@ class _IncomingBucket:
         self._has_ended = False
 
     def claim(self, stripe: int) -> None:
-        """A stream brings this stripe.
+        """Registers a stream for a stripe.
 
         Raises:
-            RemoteProtocolError: another one does, or there is no such stripe.
+            RemoteProtocolError: another stream has the stripe, or there is no such stripe.
         """
         with self._changed:
             if stripe >= self._num_stripes or stripe in self._claimed:
@@ -182,25 +182,25 @@ class _IncomingBucket:
             self._claimed.add(stripe)
 
     def begin(self, header: Header, content: memoryview) -> None:
-        """A bucket comes, whose bytes go there."""
+        """Begins a bucket. Its bytes are written to ``content``."""
         with self._changed:
             self._num_begun += 1
             self._header, self._content = header, content
             self._changed.notify_all()
 
     def wait_for_others(self) -> bool:
-        """Waits until no other thread writes into the bucket any more; whether their stripes are complete."""
+        """Waits until no other thread writes into the bucket. Returns whether all other stripes are complete."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unfilled() or (self._has_ended and not self._written))
             self._content = memoryview(b"")
             return not self._unfilled()
 
     def wait_for_next(self, stripe: int, header: Header, who: str) -> memoryview:
-        """Waits until the bucket is begun of which a stripe comes next; where its bytes go.
+        """Waits until stripe 0 has begun the bucket that comes next on this stripe. Returns the bucket's memory.
 
         Raises:
             ConnectionEnded: the link is lost.
-            RemoteProtocolError: stripe 0 is of another bucket.
+            RemoteProtocolError: stripe 0 has begun another bucket.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended or self._num_begun > self._num_filled[stripe])
@@ -212,14 +212,14 @@ class _IncomingBucket:
             return self._content
 
     def written(self, stripe: int, is_complete: bool) -> None:
-        """The thread of a stripe writes no more into the bucket."""
+        """Call it when the thread of a stripe has stopped writing into the bucket."""
         with self._changed:
             self._written.discard(stripe)
             self._num_filled[stripe] += is_complete
             self._changed.notify_all()
 
     def end(self) -> None:
-        """The link is lost: no more stripes are written."""
+        """Call it when the link is lost: no more stripes are written."""
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()

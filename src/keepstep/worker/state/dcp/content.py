@@ -1,8 +1,8 @@
-"""The content of a checkpoint: the state by names and places that do not depend on the number of ranks.
+"""The content of a checkpoint: the state under names and offsets that do not depend on the number of ranks.
 
-Tensors are blocks of whole tensors. Optimizer state and everything else that belongs to a parameter is named after it:
-under pipelining the parameter of one index is another one on each stage. The host state is the same on every rank, as
-a rule; where it is not, each shard has its own.
+Tensors are blocks of whole tensors. Optimizer state and all else that belongs to a parameter has the name of the
+parameter and not its index: under pipelining an index means a different parameter on each stage. The host state is
+usually the same on every rank. If it is not, each shard has its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Share:
 
 
 class Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Values of the host, whose tensors are among those of the checkpoint."""
+    """Serialized host values. Their tensors are stored as tensors of the checkpoint."""
 
     plain: bytes
     """As `tree.pack` makes it, in msgpack."""
@@ -51,7 +51,7 @@ class Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """Their names."""
 
     def unpacked(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """The values. Raises RemoteProtocolError where they are none."""
+        """Deserializes the values. Raises RemoteProtocolError if the bytes are invalid."""
         return tree.unpack(msgspec.msgpack.decode(self.plain), [tensors[name] for name in self.tensors])
 
 
@@ -74,13 +74,13 @@ class Content(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     modes: Modes
 
     def host_of(self, shard: str) -> HostState | None:
-        """The host state of a shard; None where it has none, and the others do not agree on one."""
+        """The host state of a shard; None if the shard has none of its own and the shards differ."""
         found = [host for host in self.hosts if shard in host.shards]
         return found[0] if found else (self.hosts[0] if len(self.hosts) == 1 else None)
 
 
 def describe(state: ProtectedState, share: Share) -> tuple[Content, dict[str, torch.Tensor]]:
-    """What this rank writes of what it holds: the content, and its tensors by name, which are the live ones."""
+    """This rank's part of a checkpoint: its content, and its tensors by name. The tensors are the live ones."""
     names = SavedNames(state)
     others: Named = []
     host = _pack(tree.unplaced(state.step_state()), f"host/{share.rank}", others)
@@ -99,7 +99,7 @@ def describe(state: ProtectedState, share: Share) -> tuple[Content, dict[str, to
 
 
 def _pack(value: Any, name: str, others: Named) -> Packed:
-    """The plain form of a value; its tensors are appended to ``others``, contiguous ones by reference."""
+    """Serializes a value. Appends its tensors to ``others``, contiguous ones by reference."""
     tensors: list[torch.Tensor] = []
     plain = msgspec.msgpack.encode(tree.pack(value, tensors))
     named = [(f"{name}/{index}", tensor.contiguous()) for index, tensor in enumerate(tensors)]
@@ -108,7 +108,7 @@ def _pack(value: Any, name: str, others: Named) -> Packed:
 
 
 def digest_of_tensor(tensor: torch.Tensor) -> bytes:
-    """What tells whether two ranks hold the same under one name."""
+    """A digest of a tensor's content, to compare two ranks' tensors of the same name."""
     return xxhash.xxh3_128_digest(byte_view(tensor.cpu()).numpy().data)
 
 
@@ -119,13 +119,13 @@ class SavedNames:
         self._state = state
         by_place = {id(parameter): name for name, parameter in state.parameters()}
         self.indices: dict[str, str] = {}
-        """``optimizer/parameter`` -> ``optimizer/index``, as `ProtectedState.optimizer_tensors` has it: of those whose
-        optimizer state this rank holds."""
+        """``optimizer/parameter`` -> ``optimizer/index`` as in `ProtectedState.optimizer_tensors`, for the parameters
+        whose optimizer state this rank holds."""
         self.parameters: dict[str, torch.Tensor] = {}
-        """By the same names, of all."""
+        """The same for all parameters."""
         self.left_to_others: set[str] = set()
-        """Under ZeRO, by their names there: parameters that another rank updates, and buffers, of which each rank has
-        its own: DDP goes on with those of its first rank."""
+        """Names in the checkpoint of tensors that this rank does not write under ZeRO: parameters that another rank
+        updates, and buffers. Each rank has its own buffers, and DDP continues with those of its first rank."""
         for optimizer, thing in state.optimizers.items():
             self.parameters |= {f"{optimizer}/{self.of(by_place[id(p)])}": p for p in parameters_of(thing)}
             here = parameters_here(thing)
@@ -138,11 +138,11 @@ class SavedNames:
         self._by_index = {index: name for name, index in self.indices.items()}
 
     def of(self, name: str) -> str:
-        """A module's, parameter's or buffer's name in the checkpoint: parts of equal names are told apart."""
+        """The name in the checkpoint of a module, parameter or buffer. It distinguishes parts with the same name."""
         return f"{self._state.label}: {name}" if self._state.label else name
 
     def live_blocks(self) -> list[NamedBlock]:
-        """What this rank holds of model and optimizers, under its names there."""
+        """This rank's blocks of modules and optimizers, with their names in the checkpoint."""
         named = [(f"model/{self.of(name)}", t) for name, t in (*self._state.parameters(), *self._state.buffers())]
         for name, tensor in self._state.optimizer_tensors():
             optimizer, index, key = name.split("/", 2)
@@ -156,7 +156,7 @@ class SavedNames:
                 yield self._by_index[f"{optimizer}/{index}"], values
 
     def scalars_here(self, content: Content, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[int, Any]]:
-        """Those of this rank's parameters, as `ProtectedState.load_host_state` takes them."""
+        """The saved `scalars` of this rank's parameters, in the form for `ProtectedState.load_host_state`."""
         found: dict[str, dict[int, Any]] = {}
         for name, packed in content.scalars.items():
             if name in self.indices:
@@ -165,17 +165,17 @@ class SavedNames:
         return found
 
     def gradients_here(self, with_gradient: Iterable[str]) -> tuple[int, ...]:
-        """The indices of this rank's parameters that have one."""
+        """The indices of this rank's parameters whose names are in ``with_gradient``."""
         marked = set(with_gradient)
         return tuple(i for i, (name, _p) in enumerate(self._state.parameters()) if self.of(name) in marked)
 
     def modes(self, own: Modes) -> Modes:
-        """Under the names in the checkpoint."""
+        """Translates modes from this rank's names to those in the checkpoint."""
         evaluating, frozen = frozenset(map(self.of, own.evaluating)), frozenset(map(self.of, own.frozen))
         return Modes(evaluating, frozen, None if own.written is None else frozenset(map(self.of, own.written)))
 
     def modes_here(self, modes: Modes) -> Modes:
-        """Under the names of this rank."""
+        """Translates modes from the names in the checkpoint to those of this rank."""
         own = {self.of(name): name for name in [n for n, _part in self._state.parts()]}
         trained = {self.of(name): name for name, _parameter in self._state.parameters()}
         return Modes(

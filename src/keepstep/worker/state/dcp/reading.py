@@ -29,12 +29,12 @@ from keepstep.worker.state.protected import ProtectedState
 
 
 class SavedCheckpoint:
-    """A checkpoint on disk, of which nothing is read but what describes it."""
+    """A checkpoint on disk. Creating the object reads only the metadata."""
 
     def __init__(self, path: Path) -> None:
         """Raises:
-        RemoteProtocolError: a file is not as it was written.
-        OSError: one cannot be read.
+        RemoteProtocolError: a file does not match its checksum.
+        OSError: a file cannot be read.
         """
         self._path = path
         lines = (path / CHECKSUMS).read_text(errors="replace").splitlines()
@@ -53,10 +53,10 @@ class SavedCheckpoint:
                 raise RemoteProtocolError(f"{file} is damaged or gone: it is not what '{CHECKSUMS}' beside it says")
 
     def verify(self, wanted: Mapping[str, Box] | None = None) -> None:
-        """Compares the files with their checksums: those that hold ``wanted``, by default all.
+        """Verifies the checksums of the files that hold the blocks in ``wanted``; by default, of all files.
 
         Raises:
-            RemoteProtocolError: names a file that is not as it was written.
+            RemoteProtocolError: a file does not match its checksum; the message names the file.
             OSError: a file cannot be read.
         """
         files = set(self._written)
@@ -101,25 +101,25 @@ class _Into(DefaultLoadPlanner):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Wanted:
-    """One tensor of a checkpoint as this rank is to hold it."""
+    """One tensor of a checkpoint in the form in which this rank will hold it."""
 
     header: TensorHeader
     live: torch.Tensor | None
-    """The memory that it is read into; None: new one."""
+    """The tensor to read into; None allocates a new one."""
 
 
 class StateReader:
-    """Has a rank's protected state be that of a checkpoint."""
+    """Loads a checkpoint into a rank's protected state."""
 
     def __init__(self, state: ProtectedState, saved: SavedCheckpoint, source: str) -> None:
         """Args:
-        state: of this rank. Nothing is written before `load`.
+        state: protected state of this rank. It does not change before `load`.
         saved: the checkpoint.
-        source: its name, for messages.
+        source: name of the checkpoint, for messages.
 
         Raises:
-            StateMismatch: it is of other objects.
-            RemoteProtocolError: it is no state.
+            StateMismatch: the checkpoint does not match the protected objects.
+            RemoteProtocolError: the checkpoint cannot be parsed.
         """
         self._state, self._saved = state, saved
         self._names = SavedNames(state)
@@ -144,9 +144,9 @@ class StateReader:
         """The tensors of modules must have the same names, dtypes and whole shapes; the blocks may differ."""
         own = _models(headers_of(self._names.live_blocks()))
         theirs = _models(self._headers.values())
-        if self._state.has_stages or self._state.label:  # other ranks hold other ones
+        if self._state.has_stages or self._state.label:  # each rank holds only some of the tensors
             theirs = {name: header for name, header in theirs.items() if name in own}
-        order = dict.fromkeys((*theirs, *own))  # which stage's came first is of no importance
+        order = dict.fromkeys((*theirs, *own))  # the order of the stages in the checkpoint does not matter
         check_same_layout([own[name] for name in order if name in own], list(theirs.values()), source)
 
     def _live(self) -> dict[str, _Wanted]:
@@ -159,7 +159,7 @@ class StateReader:
         }
 
     def _optimizer(self, source: str) -> dict[str, _Wanted]:
-        """Optimizer state of this rank's parameters, cut as they are where it was cut as theirs."""
+        """Optimizer state of this rank's parameters. If it was sharded like its parameter, it is again."""
         existing = {block.names[0]: block for block in self._names.live_blocks()}
         forms = {header.name: header for header in headers_of(existing.values())}
         found = {}
@@ -188,14 +188,14 @@ class StateReader:
         return _block(saved, block) if lies_as_parameter else _as_whole(saved)
 
     def verify(self) -> None:
-        """Compares all that is to be read with its checksums. See `SavedCheckpoint.verify`."""
+        """Verifies the checksums of all files that `load` reads. See `SavedCheckpoint.verify`."""
         self._saved.verify({name: wanted.header.box for name, wanted in self._wanted.items()})
 
     def load(self) -> None:
-        """Reads it, and has it be the state.
+        """Reads the checkpoint into the protected state.
 
         Raises:
-            RemoteProtocolError, OSError, RuntimeError: it cannot be read.
+            RemoteProtocolError, OSError, RuntimeError: the checkpoint cannot be read.
         """
         device = self._state.device
         tensors = {name: w.header.empty(device) if w.live is None else w.live for name, w in self._wanted.items()}
@@ -214,13 +214,13 @@ class StateReader:
 
 
 def _models(headers: Iterable[TensorHeader]) -> dict[str, TensorHeader]:
-    """The tensors of modules as wholes, without order in memory and device: torch copies from any into any."""
+    """Headers of modules' whole tensors, without strides and device: torch copies between any of these."""
     wholes = (_as_whole(header) for header in headers if header.name.startswith("model/"))
     return {header.name: msgspec.structs.replace(header, strides=(), device="cpu") for header in wholes}
 
 
 def _as_whole(header: TensorHeader) -> TensorHeader:
-    """The tensor that a block is part of, in the block's order of memory."""
+    """The header of the whole tensor of a block, with dimensions in the same memory order."""
     return _cut_out(header, whole(header.whole), is_part=False)
 
 

@@ -1,9 +1,9 @@
 """Writes a checkpoint: one rank writes each shard, and the rank that finishes last completes it.
 
-Every rank puts torch's files for its part into one folder, and then, by a rename, the file that describes them. After
-that it checks whether all parts exist. So at least one rank finds all of them, without a message, a clock or a wait; if
-several do, an exclusively created file selects the one that completes the checkpoint: torch's merged metadata, and the
-checksum of every file. A lost rank leaves a folder without these, which is no checkpoint.
+Every rank writes torch's files for its part into the same folder. Then it publishes a file that describes them, by a
+rename, and checks whether all parts exist. So at least one rank finds all parts, without messages, clocks or waiting.
+If several ranks do, an exclusively created file selects one. That rank completes the checkpoint: it writes torch's
+merged metadata and the checksum of every file. If a rank is lost, the folder lacks these files and is no checkpoint.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from keepstep.worker.state.protected import Modes
 CHECKSUMS = "checksums"
 """A line for each file, as xxh128sum(1) writes and checks them: ``xxh128sum --check checksums``."""
 CONTENT = "content.msgpack"
-"""A `Content`: what DCP does not know of."""
+"""A serialized `Content`: the part of a checkpoint that DCP does not cover."""
 METADATA = ".metadata"
 _CLAIM = "completing"
 
 
 class WrittenPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one rank says when its part is on disk."""
+    """The description of one rank's part, written when the part is on disk."""
 
     rank: int
     content: Content
     digests: tuple[bytes, ...]
     """Of its tensors."""
     checksums: dict[str, str]
-    """Of torch's files in it, by name."""
+    """Name -> checksum of torch's files in the part."""
 
 
 def write_part(content: Content, tensors: dict[str, torch.Tensor], folder: Path, share: Share) -> None:
-    """Writes this rank's part, and says so.
+    """Writes this rank's part, then the file that describes it.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the part could not be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     writer = FileSystemWriter(folder)
@@ -68,7 +68,7 @@ def write_part(content: Content, tensors: dict[str, torch.Tensor], folder: Path,
     _plans, metadata = create_default_global_save_plan([plan])
     writer.finish(metadata, [results])
     own = [*folder.glob(f"__{share.rank}_*"), folder / _own_metadata(share.rank)]
-    # There is nothing to compare with where no other rank writes.
+    # No digests if no other rank writes: there is nothing to compare.
     digests = tuple(b"" if share.is_all else digest_of_tensor(tensors[header.name]) for header in content.tensors)
     part = WrittenPart(share.rank, content, digests, {file.name: checksum_of(file) for file in own})
     draft = folder / f"part_{share.rank}.draft"
@@ -77,21 +77,25 @@ def write_part(content: Content, tensors: dict[str, torch.Tensor], folder: Path,
 
 
 def complete(folder: Path, shards: Iterable[str]) -> bool:
-    """Makes one checkpoint of the parts, if all of them are there and no other rank does that.
+    """Completes the checkpoint if all parts exist and no other rank completes it.
+
+    Args:
+        folder: the folder with the parts.
+        shards: names of all shards of the job.
 
     Returns:
-        whether this rank has.
+        whether this rank has completed the checkpoint.
 
     Raises:
-        OSError: it could not be written.
-        StateMismatch: the parts do not make one state.
+        OSError: a file could not be written, or a part differs from its checksum.
+        StateMismatch: the parts do not form one state.
     """
     files = [folder / _part(shard) for shard in shards]
     if not all(file.exists() for file in files):
         return False
     try:
         (folder / _CLAIM).touch(exist_ok=False)
-    except (FileExistsError, FileNotFoundError):  # another rank does it, or has done it and given the folder its name
+    except (FileExistsError, FileNotFoundError):  # another rank is completing it, or has done so and renamed the folder
         return False
     merged = _Merged(folder)
     for file in files:
@@ -107,7 +111,7 @@ def complete(folder: Path, shards: Iterable[str]) -> bool:
 
 
 def _joined(one: Modes, other: Modes) -> Modes:
-    """What either says; what is written to is known where both know it."""
+    """The union of two ranks' modes. Parameters that the script writes to are known only if both ranks know them."""
     is_known = one.written is not None and other.written is not None
     written = (one.written or frozenset()) | (other.written or frozenset()) if is_known else None
     return Modes(one.evaluating | other.evaluating, one.frozen | other.frozen, written)
@@ -117,7 +121,7 @@ def checksum_of(file: Path) -> str:
     """xxh3 (128 bit) of a file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with file.open("rb") as content:
         return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
@@ -144,13 +148,13 @@ class _Merged:
         self._entries: dict[str, TensorStorageMetadata] = {}
         self._storage: dict[MetadataIndex, object] = {}
         self._held: dict[MetadataIndex, tuple[int, bytes]] = {}
-        """The first rank that holds a block, and the digest of it."""
+        """For each block, the first rank that holds it, and its digest."""
         self._hosts: dict[tuple[bytes, tuple[bytes, ...]], HostState] = {}
         self._content = Content((), (), {}, (), Modes(frozenset(), frozenset(), frozenset()))
         self._checksums: dict[str, str] = {}
 
     def add(self, part: WrittenPart) -> None:
-        """Adds what no part before it has."""
+        """Adds the blocks and host states that no earlier part has."""
         name = _own_metadata(part.rank)
         if checksum_of(self._folder / name) != part.checksums[name]:  # before torch unpickles it
             raise OSError(f"{self._folder / name} is not what rank {part.rank} has written")
@@ -198,7 +202,7 @@ class _Merged:
             )
 
     def write(self) -> dict[str, str]:
-        """Writes what is said of all; returns the checksums of all files."""
+        """Writes the merged description; returns the checksums of all files."""
         for name, entry in self._entries.items():
             if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
                 raise StateMismatch(f"the ranks' blocks of '{name}' are not the whole of it, each part once")
@@ -228,7 +232,7 @@ def _part(shard: str) -> str:
 
 
 def _own_metadata(rank: int) -> str:
-    """As torch's writer calls it where each rank writes by itself."""
+    """The file name that torch's writer uses if each rank writes its own metadata."""
     return f"__{rank}{METADATA}"
 
 
@@ -240,7 +244,7 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Has the names in a folder on disk."""
+    """Flushes a folder's directory entries to disk (fsync)."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
