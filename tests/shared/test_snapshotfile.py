@@ -95,14 +95,16 @@ def test_there_is_none_of_that_step_or_rank(file: SnapshotFile) -> None:
             file.read(rank, step)
 
 
-def test_damage_is_found(file: SnapshotFile) -> None:
-    content = os.urandom(10_000)
-    view = file._maps[write(file, 3, content)]
+def test_damage_is_found_once(descriptor: int, file: SnapshotFile) -> None:
+    """Whichever process finds it, no later recovery counts on that snapshot."""
+    write(file, 2, b"intact")
+    view = file._maps[write(file, 3, os.urandom(10_000))]
     view[5_000] ^= 1
+    other = SnapshotFile(os.open(f"/proc/{os.getpid()}/fd/{descriptor}", os.O_RDWR))
     with pytest.raises(RemoteProtocolError, match="the snapshot of rank 0 at step 3 in memory has a wrong checksum"):
-        file.read(0, 3)
-    view[5_000] ^= 1
-    assert read(file, 3) == content
+        other.read(0, 3)
+    assert file.steps(0) == other.steps(0) == [2]
+    assert read(file, 2) == b"intact"
 
 
 @pytest.mark.parametrize("byte", range(snapshotfile._SEALED_BYTES))

@@ -1,12 +1,12 @@
-"""The memory for snapshots: a file of slots that a worker writes, and its agent holds open as well.
+"""The memory for snapshots: a file of slots that a worker writes, and that its agent holds open as well.
 
-The agent creates it, like the tag page, so a snapshot outlives the worker, and a replacement on the same node can read
-it. It is an anonymous file in memory, which disappears with both processes. A slot that was never written takes no
-memory, and a slot may grow: the slots are far apart in a sparse file. A worker keeps snapshots of its own rank there,
-and second copies of other ranks'.
+The agent creates the file, like the tag page. So a snapshot outlives the worker, and a replacement on the same node can
+read it. It is an anonymous file in memory, which disappears with both processes. The file is sparse, and its slots are
+far apart: a slot that was never written takes no memory, and a slot may grow. A worker keeps snapshots of its own rank
+there, and second copies of other ranks.
 
-A slot begins with its header, in a separate page. The worker clears the header before it writes the slot, and writes it
-last: whenever the worker dies, a valid header means a complete snapshot.
+A slot begins with its header, in a separate page. The worker clears the header before it writes the slot, and writes
+the header last. So whenever the worker dies, a valid header means a complete snapshot.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from keepstep.protocol.messages import SnapshotsByRank
 from keepstep.protocol.snapshots import slot_to_replace
 
 _STRIDE = 1 << 44
-"""From one slot to the next: more than any machine has."""
+"""Distance between two slots in bytes: more than the memory of any machine."""
 _HEADER = struct.Struct("<8sqqQ16s")
-"""Magic, rank, step, bytes of the snapshot, and their xxh3 of 128 bits."""
+"""Magic, rank, step, size of the snapshot in bytes, and the xxh3_128 of the snapshot."""
 _SEALED_BYTES = _HEADER.size + 8
-"""With the xxh3 of 64 bits of the header itself."""
+"""Size of the header with its own xxh3_64."""
 _MAGIC = b"ksslot02"
 _PAGE = mmap.PAGESIZE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WholeSnapshot:
-    """What a slot's header says: all of this snapshot is there."""
+    """A complete snapshot in a slot, by the slot's header."""
 
     slot: int
     rank: int
     step: int
-    """Whose forward reads these parameters."""
+    """The step of the snapshot: that whose forward reads these parameters."""
     num_bytes: int
     digest: bytes
-    """The 16 bytes of xxh3_128 over them."""
+    """The xxh3_128 of the snapshot's bytes, 16 bytes."""
 
 
 def create(name: str) -> int:
-    """Makes the file and returns its descriptor, which the caller owns.
+    """Creates the file and returns its descriptor, which the caller owns.
 
     Args:
-        name: shows in ``/proc/PID/fd`` only; it is no path and nothing can open it by it.
+        name: a name for people, shown in ``/proc/PID/fd`` only. It is no path.
     """
     descriptor = os.memfd_create(f"keepstep-{name}", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, _PAGE)
@@ -59,13 +59,13 @@ def create(name: str) -> int:
 
 
 def whole_snapshots(descriptor: int) -> list[WholeSnapshot]:
-    """The whole snapshots in the file, by their slots. Reads the headers only."""
+    """Returns the complete snapshots in the file, in the order of their slots. Reads only the headers."""
     slots = range(os.fstat(descriptor).st_size // _STRIDE + 1)
     return [found for found in (_read_header(descriptor, slot) for slot in slots) if found is not None]
 
 
 def steps_by_rank(snapshots: list[WholeSnapshot]) -> SnapshotsByRank:
-    """The same as the messages have it."""
+    """Converts a list of snapshots to the form that messages use."""
     steps: defaultdict[int, list[int]] = defaultdict(list)
     for each in snapshots:
         steps[each.rank].append(each.step)
@@ -82,11 +82,11 @@ def _read_header(descriptor: int, slot: int) -> WholeSnapshot | None:
 
 
 class SnapshotFile:
-    """One end's view of the file. Several threads may write to it, each to a slot of its own."""
+    """One process's view of the file. Several threads may write to it, each to its own slot."""
 
     def __init__(self, descriptor: int) -> None:
         """Args:
-        descriptor: of the file; this object closes it when it goes.
+        descriptor: the file's descriptor. This object owns it, and closes it when it is destroyed.
         """
         self._descriptor = descriptor
         self._maps: dict[int, mmap.mmap] = {}
@@ -95,36 +95,36 @@ class SnapshotFile:
 
     @property
     def whole(self) -> list[WholeSnapshot]:
-        """All whole snapshots."""
+        """All complete snapshots."""
         return whole_snapshots(self._descriptor)
 
     @property
     def held(self) -> dict[int, tuple[int, int]]:
-        """The rank and step of each of them, by its slot: as `keepstep.protocol.snapshots` asks for them."""
+        """Slot -> (rank, step) of each complete snapshot, as `keepstep.protocol.snapshots` takes it."""
         return {each.slot: (each.rank, each.step) for each in self.whole}
 
     def find(self, rank: int, step: int) -> WholeSnapshot | None:
-        """The whole snapshot of a rank and step."""
+        """Returns the complete snapshot of a rank and step; None if there is none."""
         return next((each for each in self.whole if (each.rank, each.step) == (rank, step)), None)
 
     def steps(self, rank: int) -> list[int]:
-        """The steps of a rank's whole snapshots."""
+        """Returns the steps of a rank's complete snapshots."""
         return [each.step for each in self.whole if each.rank == rank]
 
     def discard(self, slot: int) -> None:
-        """What is in a slot counts no more."""
+        """Makes the snapshot in a slot invalid, by clearing its header."""
         os.pwrite(self._descriptor, bytes(_SEALED_BYTES), slot * _STRIDE)
 
     def leave(self, slot: int) -> None:
-        """A slot that was chosen is not written any more: it is sealed, or free again."""
+        """Ends the caller's use of a chosen slot. If it is not sealed, it is free again."""
         self._being_written.discard(slot)
 
     def choose(self, rank: int, kept_step: int | None) -> int:
-        """Discards what is in the slot for a new snapshot of a rank. The slot is the caller's until `leave`.
+        """Chooses a slot for a new snapshot of a rank, and discards its content. It is the caller's until `leave`.
 
         Args:
-            rank: whose.
-            kept_step: of the snapshot that is not written over; see `keepstep.protocol.snapshots`.
+            rank: the rank of the new snapshot.
+            kept_step: the step of a snapshot that must not be overwritten; see `keepstep.protocol.snapshots`.
         """
         with self._lock:
             held = self.held
@@ -136,16 +136,16 @@ class SnapshotFile:
             return slot
 
     def capacity(self, slot: int) -> int:
-        """How many bytes a slot has had memory for until now."""
+        """Returns the size of this object's mapping of a slot in bytes; 0 if it was not opened for writing yet."""
         return len(self._maps[slot]) if slot in self._maps else 0
 
     def open_for_writing(self, slot: int, num_bytes: int) -> mmap.mmap:
-        """The memory of a slot that was chosen, of at least ``num_bytes``. The view stays this object's.
+        """Returns the memory of a chosen slot, of at least ``num_bytes``. This object owns the mapping.
 
-        The memory is taken page by page as it is written.
+        The system allocates the memory page by page as it is written.
 
         Raises:
-            OSError: the system does not give it.
+            OSError: the file cannot be resized or mapped.
         """
         view = self._maps.get(slot)
         if view is None or len(view) < num_bytes:
@@ -153,12 +153,12 @@ class SnapshotFile:
             with self._lock:
                 if os.fstat(self._descriptor).st_size < end:
                     os.ftruncate(self._descriptor, end)
-            # The former view is not closed: a tensor that was made of it may be left. It ends with the last of them.
+            # Do not close the former mapping: a tensor may still use it. It ends with the last such tensor.
             view = self._maps[slot] = mmap.mmap(self._descriptor, num_bytes, offset=_STRIDE * slot + _PAGE)
         return view
 
     def seal(self, snapshot: WholeSnapshot) -> None:
-        """All bytes are in the slot: from now on its snapshot counts."""
+        """Writes the header of a slot whose bytes are all written. From now on its snapshot is valid."""
         content = (snapshot.rank, snapshot.step, snapshot.num_bytes, snapshot.digest)
         header = _HEADER.pack(_MAGIC, *content)
         os.pwrite(self._descriptor, header + xxhash.xxh3_64_digest(header), snapshot.slot * _STRIDE)
@@ -167,10 +167,11 @@ class SnapshotFile:
         os.close(self._descriptor)
 
     def read(self, rank: int, step: int) -> mmap.mmap:
-        """The bytes of a snapshot. The caller closes the view; what it writes there is its own.
+        """Maps the bytes of a snapshot, after checking them. The mapping is private; the caller must close it.
 
         Raises:
-            RemoteProtocolError: there is no snapshot of this rank and step, or its checksum is wrong.
+            RemoteProtocolError: there is no snapshot of this rank and step, or its checksum is wrong. Then the snapshot
+                is discarded, so that the next recovery does without it.
         """
         found = self.find(rank, step)
         if found is None:
@@ -180,4 +181,5 @@ class SnapshotFile:
         if xxhash.xxh3_128_digest(view) == found.digest:
             return view
         view.close()
+        self.discard(found.slot)
         raise RemoteProtocolError(f"the snapshot of rank {rank} at step {step} in memory has a wrong checksum")

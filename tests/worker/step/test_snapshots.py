@@ -206,6 +206,25 @@ def test_damage_is_no_state(memory: int) -> None:
     with pytest.raises(RemoteProtocolError, match="wrong checksum"):
         rank.snapshots.load(RANK, 0)
     assert content(rank.state) == before
+    assert rank.snapshots.steps(RANK) == (), "the next recovery does not count on it"
+
+
+def test_a_replacement_counts_on_damage_once(memory: int) -> None:
+    former = Rank(memory)
+    for step in range(2):
+        former.step(step)
+    replacement = snapshots_of(former.state, snapshotfile.create("replacement"))
+    replacement.inherit(f"/proc/{os.getpid()}/fd/{memory}", RANK, (0, 1))
+    assert replacement.steps(RANK) == (0, 1)
+    file = former.snapshots._file
+    found = file.find(RANK, 1)
+    assert found is not None
+    file._maps[found.slot][found.num_bytes // 2] ^= 1
+    with pytest.raises(RemoteProtocolError, match="wrong checksum"):
+        replacement.image([RANK], 1)
+    assert replacement.steps(RANK) == (0,)
+    assert not replacement.load(RANK, 1)
+    assert replacement.load(RANK, 0)
 
 
 def test_another_model_is_refused(memory: int) -> None:

@@ -1,9 +1,9 @@
-"""Snapshots of this rank's state in memory: for shards whose holders may all be lost at once.
+"""Snapshots of this rank's state in memory, for shards whose holders may all be lost at once.
 
-Between two updates parameters and optimizer state do not change. So the copy for a step begins when the step is handed
-out, runs in a thread of its own (on a GPU: on a stream of its own, see `keepstep.worker.step.side_copies`) beside
-forward and backward, and is awaited before the gradient barrier. It goes
-into memory that the agent holds as well (`keepstep.shared.snapshotfile`), and from there to a buddy on another node
+Between two updates parameters and optimizer state do not change. So the copy for a step begins when the step is
+yielded. It runs in a separate thread (on a GPU: on a separate stream, see `keepstep.worker.step.side_copies`) beside
+forward and backward. The rank waits for it before the gradient barrier. The copy goes into memory that the agent holds
+as well (`keepstep.shared.snapshotfile`), and from there to a buddy on another node
 (`keepstep.worker.step.second_copies`).
 
 A snapshot is the length of a `StateHeader` as msgpack, the header, and the tensors' bytes in its order, each at a
@@ -47,10 +47,10 @@ _ALIGNMENT = 64
 
 
 def parse_every(value: object) -> int | None:
-    """What ``protect(snapshot_every=...)`` says: steps from one to the next, 0 for none, None for "auto".
+    """Parses ``protect(snapshot_every=...)``. Returns the steps between two snapshots, 0 for "off", None for "auto".
 
     Raises:
-        ConfigurationError: it says none of that.
+        ConfigurationError: the value is not allowed.
     """
     if value == "auto":
         return None
@@ -63,13 +63,13 @@ def parse_every(value: object) -> int | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Piece:
-    """One tensor on its way into a slot."""
+    """One tensor that is copied into a slot."""
 
     tensor: torch.Tensor
-    """Its bytes, in place."""
+    """Its bytes, as a view."""
     offset: int
     is_copied: bool
-    """Whether it was copied before the step began, for the step may change it in front of its update."""
+    """Whether it was copied before the step began, because the step may change it before its update."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,13 +82,13 @@ class _Copy:
     view: mmap.mmap
     pieces: list[_Piece]
     is_begun: Wait
-    """The device has come to the step, and what was copied before is there."""
+    """Waits until the device has come to the step, and the copies made before the step are complete."""
     is_cancelled: bool = False
     processor_s: float = 0.0
-    """What it took of a core."""
+    """Processor time of the copy, in seconds."""
 
     def run(self, file: SnapshotFile, rank: int, copies: SideCopies, on_moment: OnMoment) -> WholeSnapshot | None:
-        """Fills the slot and seals it. Runs in the thread of the snapshots. None: it was cancelled."""
+        """Fills the slot and seals it. Runs in the snapshot thread. Returns None if the copy was cancelled."""
         begun_s = time.thread_time()
         copies.pin(self.slot, self.view)
         self.is_begun()
@@ -102,7 +102,7 @@ class _Copy:
         return whole
 
     def _fill(self, copies: SideCopies) -> bytes | None:
-        """Copies what was not copied before, and hashes all of it on the way; None: it was cancelled."""
+        """Copies the pieces not yet copied, and hashes all pieces. Returns the digest; None if it was cancelled."""
         memory = torch.frombuffer(self.view, dtype=torch.uint8)
         content, checksum, hashed = memory.numpy().data, xxhash.xxh3_128(), 0
         under_way: deque[tuple[Wait, int]] = deque()
@@ -117,7 +117,7 @@ class _Copy:
                 wait()
                 checksum.update(content[hashed:until])
                 hashed = until
-        for wait, _until in under_way:  # also of what was cancelled: the tensors are about to be written
+        for wait, _until in under_way:  # also after a cancellation: the tensors are about to be overwritten
             wait()
         checksum.update(content[hashed : self.num_bytes])
         return None if self.is_cancelled else checksum.digest()
@@ -130,11 +130,11 @@ class _Copy:
 
 
 def _is_there() -> None:
-    """The wait for what was copied before."""
+    """A `Wait` for a piece that was copied before."""
 
 
 class Snapshots:
-    """The snapshots of one rank. All methods are called by the training thread."""
+    """Takes and loads the snapshots of one rank. The training thread calls all methods."""
 
     def __init__(
         self,
@@ -148,12 +148,12 @@ class Snapshots:
     ) -> None:
         """Args:
         state: the protected objects.
-        file: this worker's memory.
-        every: steps from one snapshot to the next; 0: none is taken; None: see `SnapshotSchedule`.
-        copies: those of other ranks in the same memory, and this rank's with its buddy.
-        num_ranks: how many this node holds.
-        on_moment: told of each snapshot that begins, is complete, or is loaded.
-        side: copies the tensors; None: what suits their device in the first step, for a script may move them before.
+        file: this worker's snapshot memory.
+        every: steps from one snapshot to the next; 0: no snapshots; None: see `SnapshotSchedule`.
+        copies: second copies: those of other ranks in the same memory, and this rank's at its buddy.
+        num_ranks: number of ranks on this node.
+        on_moment: called for each snapshot that begins, is complete, or is loaded.
+        side: copies the tensors. None: chosen by their device in the first step, because a script may move them before.
         """
         self._given_side = side
         self._on_moment = on_moment or ignore_moment
@@ -167,30 +167,30 @@ class Snapshots:
         self._copy: _Copy | None = None
         self._running: Future[None] | None = None
         self.num_bytes = 0
-        """Of the last one."""
+        """Size of the last snapshot."""
         self._inherited: dict[tuple[int, int], SnapshotFile] = {}
-        """rank and step -> other memory of this node in which there is a snapshot that counts."""
+        """(rank, step) -> other memory of this node that holds the snapshot."""
 
     def steps(self, rank: int | None) -> tuple[int, ...]:
-        """The steps that this worker can go back to as this rank, ascending."""
+        """Steps of the snapshots from which this worker can restore a rank, ascending."""
         if rank is None:
             return ()
-        inherited = {step for whose, step in self._inherited if whose == rank}
+        inherited = {step for whose, step in self._inherited if whose == rank and self._where(rank, step) is not None}
         return tuple(sorted({*inherited, *self._file.steps(rank)}))
 
     def second_copies(self) -> SnapshotsByRank:
-        """What this worker keeps of other ranks."""
+        """The second copies that this worker keeps for other ranks."""
         return self._copies.held()
 
     def inherit(self, path: str, rank: int, steps: Iterable[int]) -> None:
-        """This process takes a rank, or is to send its state, of which the agent holds snapshots in other memory.
+        """Adds snapshots in other memory that the agent holds, for a process that takes a rank or sends its state.
 
         Args:
-            path: of that memory.
-            rank: whose snapshots.
-            steps: of them.
+            path: path of that memory.
+            rank: rank of the snapshots.
+            steps: steps of the snapshots.
         """
-        file = SnapshotFile(os.open(path, os.O_RDONLY))
+        file = SnapshotFile(os.open(path, os.O_RDWR))  # a damaged snapshot is discarded
         self._inherited |= {(rank, step): file for step in steps}
 
     @functools.cached_property
@@ -200,7 +200,7 @@ class Snapshots:
     # ---- taking ---------------------------------------------------------------------------------------------------
 
     def hand_out(self, step: int) -> None:
-        """The step is handed out: its snapshot begins, if one is due.
+        """Begins the snapshot of a yielded step, if one is due.
 
         Raises:
             ConfigurationError: there is no memory for it.
@@ -242,7 +242,7 @@ class Snapshots:
             self._cost.prepared((time.monotonic_ns() - begun_ns) / 1e9)
 
     def _run(self, copy: _Copy) -> None:
-        """Runs in the thread of the snapshots."""
+        """Runs in the snapshot thread."""
         try:
             whole = copy.run(self._file, self._rank, self._side, self._on_moment)
         finally:
@@ -251,11 +251,11 @@ class Snapshots:
             self._copies.send(whole)
 
     def complete(self, step: int, set_waiting: Callable[[bool], None]) -> None:
-        """Waits until all is whole that has to be before this rank counts as synced in a step.
+        """Waits until the copies are complete that are due before this rank counts as synced.
 
         Args:
-            step: the present one.
-            set_waiting: told before and after a wait for a copy, so that the rank is not taken for hung.
+            step: the current step.
+            set_waiting: called before and after a wait for a copy, so that the agent does not take the rank for hung.
 
         Raises:
             ConfigurationError: the job has just begun, and the buddy's node has no memory for its second copy.
@@ -275,45 +275,45 @@ class Snapshots:
                 self._cost.sent(sending_s)
 
     def flush(self) -> None:
-        """The last step is complete: waits for what is under way, so that no other rank waits for this one."""
+        """Waits for the copies in progress after the last step, so that no other rank waits for this one."""
         if self._running is not None:
             self._running.result()
         self._copies.wait()
 
     def proposal(self, step: int) -> int | None:
-        """What this rank says in the gradient barrier of ``step`` on how many steps are to lie between two snapshots.
+        """Returns this rank's proposal, in the gradient barrier of ``step``, of the steps between two snapshots.
 
-        None: it is not asked in this step. 0: it cannot tell.
+        None: the ranks do not agree on it in this step. 0: this rank cannot tell.
         """
         if not self._schedule.is_agreed_in(step):
             return None
         return self._schedule.known if self._schedule.is_first(step) else self._cost.fewest_steps()
 
     def agreed(self, every: int) -> None:
-        """The most that any rank has said."""
+        """Sets the steps between two snapshots to the maximum of all ranks' proposals."""
         self._schedule.agreed(every)
 
     def complaint(self, step: int) -> int | None:
-        """What this rank says in the gradient barrier of ``step`` on whether it has a second copy.
+        """Returns this rank's number, in the gradient barrier of ``step``, about a missing second copy.
 
-        None: it is not asked in this step. See `keepstep.protocol.snapshots.SecondCopyPlan`.
+        None: it is not due in this step. See `keepstep.protocol.snapshots.SecondCopyPlan`.
         """
         return (
             self._copies.contribution() if self._copies.are_kept and self._schedule.is_second_copy_due(step) else None
         )
 
     def reduced(self, complaint: int) -> None:
-        """The greatest that any rank has said."""
+        """Uses the maximum of all ranks' complaints."""
         self._copies.reduced(complaint)
 
     @property
     def every(self) -> int | None:
-        """Steps from one snapshot to the next; 0: none is taken; None: it is being measured."""
+        """Steps from one snapshot to the next; 0: no snapshots; None: the ranks are still measuring."""
         return self._schedule.every
 
     @property
     def has_buddy(self) -> bool:
-        """Whether another rank keeps this one's snapshots, too."""
+        """Whether another rank keeps this rank's snapshots, too."""
         return self._copies.has_buddy
 
     def _open(self, slot: int, num_bytes: int) -> mmap.mmap:
@@ -338,18 +338,18 @@ class Snapshots:
     # ---- going back -----------------------------------------------------------------------------------------------
 
     def release_state(self) -> None:
-        """The state is about to be written: no copy of it goes on."""
+        """Cancels the copy in progress, because the state is about to be overwritten."""
         self._cancel()
 
     def load(self, rank: int, step: int) -> bool:
-        """Puts the state of a rank at a step into the protected objects.
+        """Loads a rank's snapshot of a step into the protected objects.
 
         Returns:
-            whether this rank has a snapshot of it; if not, nothing was done.
+            whether there is such a snapshot; if not, nothing was done.
 
         Raises:
-            RemoteProtocolError: its checksum is wrong, or it is of another step than it says. It counts no more.
-            StateMismatch: it is of other objects than these, which have not been touched.
+            RemoteProtocolError: the checksum is wrong, or the snapshot is of another step.
+            StateMismatch: the snapshot is of other objects. The protected objects were not touched.
         """
         file = self._where(rank, step)
         if file is None:
@@ -360,19 +360,18 @@ class Snapshots:
         return True
 
     def _where(self, rank: int, step: int) -> SnapshotFile | None:
-        if self._file.find(rank, step) is not None:
-            return self._file
-        return self._inherited.get((rank, step))
+        files = (self._file, self._inherited.get((rank, step)))
+        return next((file for file in files if file is not None and file.find(rank, step) is not None), None)
 
     def image(self, ranks: Collection[int], step: int) -> tuple[StateHeader, list[Held]]:
-        """The state of one of some ranks at a step, as a snapshot in memory of this node has it.
+        """Returns the state at a step of one of ``ranks``, from a snapshot in memory of this node.
 
         Raises:
-            RemoteProtocolError: there is none, or its checksum is wrong.
+            RemoteProtocolError: there is no such snapshot, or its checksum is wrong.
         """
         rank = next((rank for rank in ranks if self._where(rank, step) is not None), min(ranks))
         file = self._where(rank, step) or self._file
-        view = file.read(rank, step)  # closed with the last tensor that is made of it
+        view = file.read(rank, step)  # closed with the last tensor that uses it
         header, offsets = _read_header(view, step)
         memory = torch.frombuffer(view, dtype=torch.uint8)
         return header, [
@@ -386,20 +385,20 @@ class Snapshots:
         memory = torch.frombuffer(view, dtype=torch.uint8)
         for tensor, offset in zip(map(byte_view, tensors), offsets, strict=True):
             copy_flat(tensor, memory[offset : offset + tensor.numel()])
-        self._side.mark({tensor.device for tensor in tensors})()  # the memory is about to go
+        self._side.mark({tensor.device for tensor in tensors})()  # waits: the memory is about to be unmapped
         finish(self._state, header, host_tensors)
 
     def resumed(
         self, step: int, rank: int, membership: Membership | None, kept_step: int | None, generation: int
     ) -> None:
-        """This rank stands at the step at which all resume. What is of later steps counts no more.
+        """Begins a generation at the resume step. Discards snapshots of later steps.
 
         Args:
-            step: that one.
-            rank: the one that this worker holds.
-            membership: of the generation.
+            step: the resume step.
+            rank: the rank of this worker.
+            membership: membership of the generation.
             kept_step: see `keepstep.protocol.messages.Recover`.
-            generation: its number.
+            generation: number of the generation.
         """
         self._cancel()
         self._cost.interrupted()
@@ -411,7 +410,7 @@ class Snapshots:
         self._copies.resumed(rank, membership if self._schedule.every != 0 else None, kept_step, generation)
 
     def passed_barrier(self) -> None:
-        """Every rank has complete gradients, and with them its snapshots of the step at which it resumed."""
+        """Drops inherited snapshots: with complete gradients, every rank has its snapshot of the resume step."""
         self._inherited.clear()
         self._copies.passed_barrier()
 
@@ -426,10 +425,10 @@ def _waiting(set_waiting: Callable[[bool], None]) -> Iterator[None]:
 
 
 def _read_header(view: mmap.mmap, step: int) -> tuple[StateHeader, list[int]]:
-    """A snapshot's header, and where each of its tensors begins.
+    """Returns a snapshot's header, and the offset of each of its tensors.
 
     Raises:
-        RemoteProtocolError: it is of another step.
+        RemoteProtocolError: the snapshot is of another step.
     """
     length = int.from_bytes(view[:_LENGTH_BYTES], "little")
     header = msgspec.msgpack.decode(view[_LENGTH_BYTES : _LENGTH_BYTES + length], type=StateHeader)
