@@ -1,10 +1,10 @@
-"""What a small collective costs more in keepstep's groups than in plain gloo.
+"""Additional cost of a small collective in keepstep's groups, compared with plain gloo.
 
     python benchmarks/collectives.py            2 ranks, 10 elements
     python benchmarks/collectives.py --quick    a smoke test
 
-Both groups live in the same processes, and rounds of both alternate, so that what else the machine does meets both.
-Prints the median of the rounds' medians of every operation in microseconds, the ratio, and the difference.
+Both groups are in the same processes, and their rounds alternate, so that other load of the machine affects both. For
+every operation it prints the median of the rounds' medians in microseconds, the ratio, and the difference.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 
 
 class Page:
-    """A group's observer that does what a session's does while all is well: it writes to the tag page."""
+    """A group's observer that writes to the tag page, as a session's observer does without failures."""
 
     def __init__(self) -> None:
         self._page = TagWriter(create("benchmark"))
@@ -64,7 +64,8 @@ class Page:
 
 @functools.cache
 def _file(path: Path) -> dist.Store:
-    """Kept open: the last process to close the file removes it, even when another one is just about to open it."""
+    """Returns a store that stays open: the last process that closes the file removes it, even if another process is
+    about to open it."""
     return dist.FileStore(str(path / "store"), NUM_RANKS)
 
 
@@ -73,7 +74,7 @@ def store(path: Path, name: str) -> dist.Store:
 
 
 def groups(path: Path, rank: int) -> dict[str, dist.ProcessGroup]:
-    """Plain gloo as keepstep has it inside, and keepstep's own."""
+    """Returns a plain gloo group, as keepstep uses it internally, and keepstep's own group."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = DEADLINE

@@ -1,15 +1,15 @@
-"""What a controller of many nodes takes, over a real network stack.
+"""Processor time, memory and latency of a controller with many nodes, over a real network stack.
 
     python benchmarks/controller.py               1,024 agents; about two minutes on two idle cores
     python benchmarks/controller.py --quick       a smoke test with few agents; nothing is written
 
-A real ``keepstep controller`` with TLS on the loopback interface, and so many agents in two other processes, each with
-a connection, a token and a machine of its own, but without workers (benchmarks/fleet.py). Measured: the controller's
-processor time while all is well, with heartbeats alone and with what the agents tell of phases; its memory; and for a
-lost rank how long the order to stop takes to reach every agent and to be acknowledged by all.
+It runs a real ``keepstep controller`` with TLS on the loopback interface, and the agents in two other processes. Each
+agent has its own connection, token and machine, but no workers (benchmarks/fleet.py). The benchmark measures the
+controller's processor time without failures, with heartbeats alone and with the phases that agents report; its memory;
+and after the loss of a rank the time until `Stop` has reached every agent, and until all have acknowledged it.
 
-The fleet shares the machine's cores with the controller, so the times of the orders hold its own work, too: for 1,024
-agents some 200 ms of processor time.
+The fleet shares the machine's cores with the controller, so the times of the orders include the fleet's own work: for
+1,024 agents some 200 ms of processor time.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ KEEPSTEP = [sys.executable, "-m", "keepstep.cli.main"]
 FLEET = Path(__file__).with_name("fleet.py")
 DEADLINE_S = 180.0
 STOP_MS = 300.0
-"""What an order to stop should take at most."""
+"""The limit for the time of an order to stop."""
 PROCESSES = 2
-"""Of the fleet: it has more to do than the controller."""
+"""Number of the fleet's processes. The fleet has more to do than the controller."""
 QUICK = {"agents": 16, "seconds": 3.0, "losses": 2}
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, default=1024, help="that hold a rank each (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of calm that are measured (default: %(default)s)")
@@ -81,7 +81,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Fleet]:
-        """Everything is started, and ended afterwards."""
+        """Starts all processes, and ends them at the end of the ``with`` block."""
         try:
             command = ["controller", "--listen", self._endpoint, "--run-dir", str(self.run_dir), "--spares", "1"]
             command += ["--nnodes", f"{self.num_agents}:{self.num_agents + 1}", "--nproc-per-node", "1"]
@@ -110,10 +110,10 @@ class Fleet:
         return process
 
     def wait_until_trained(self, num_recoveries: int) -> None:
-        """All ranks train, after so many recoveries, and the spare waits.
+        """Waits until all ranks train after this number of recoveries, and the spare is warm.
 
-        The journal is not looked into before the controller has printed that they do: to live through it takes a core
-        that controller and agents need until then.
+        It reads the journal only after the controller has printed that all ranks train, because to replay the journal
+        takes a core that controller and agents need until then.
         """
         deadline_s = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline_s:
@@ -133,7 +133,7 @@ class Fleet:
         raise JobFailed(f"{num_recoveries} recoveries did not come within {DEADLINE_S:g} s")
 
     def lose(self, rank: int) -> None:
-        """The worker of a rank dies."""
+        """Makes the worker of a rank die."""
         assert self._run is not None
         (node,) = [each.node for each in self._run.job.roster.holders() if each.rank == rank]
         number = int(node.removeprefix("node-"))
@@ -143,14 +143,14 @@ class Fleet:
         fleet.stdin.flush()
 
     def processor_s(self) -> float:
-        """Of the controller and its relays, so far."""
+        """Returns the processor time of the controller and its relays so far, in seconds."""
         assert self.controller is not None
         programs = [self.controller, *self.controller.children()]
         return sum(times.user + times.system for times in (program.cpu_times() for program in programs))
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Everything, in one job."""
+    """Measures everything in one job."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     fleet = Fleet(folder, args.agents, args.relays)
@@ -177,7 +177,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def stops_ms(run_dir: Path, num_survivors: int) -> list[float]:
-    """For each recovery: from the order to stop to the last acknowledgement of a survivor, by the journal."""
+    """Returns for each recovery the time from `Stop` to the last acknowledgement of a survivor, from the journal."""
     found = []
     began_s, acknowledged = 0.0, 0
     for entry in journal.read(run_dir / runfolder.JOURNAL):
@@ -194,7 +194,7 @@ def stops_ms(run_dir: Path, num_survivors: int) -> list[float]:
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The table of a result."""
+    """Returns the table of a result."""
     stops = result["stops_ms"]
     rows = [
         ["from the start until all train, s", f"{result['start_s']:.1f}"],
@@ -209,13 +209,13 @@ def sections(result: dict[str, Any]) -> list[Section]:
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     head = page.heading("A controller of many nodes", result)
     return "\n".join([head + page.measured_in(result, raw), *(section.markdown() for section in sections(result))])
 
 
 def main() -> int:
-    """Measures, shows, writes."""
+    """Measures, prints the tables, and writes the page."""
     args = parse_arguments()
 
     def measured() -> dict[str, Any]:

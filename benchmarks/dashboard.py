@@ -1,15 +1,15 @@
-"""What looking at a job costs, and how soon one sees what happens.
+"""Cost of the dashboard for a job, and delay until its page shows an event.
 
     python benchmarks/dashboard.py                everything; about twelve minutes on two idle cores
     python benchmarks/dashboard.py --quick        a smoke test with few ranks; nothing is written
 
-A  1,024 simulated ranks, fed into a run's folder at their own pace, shown in a headless Chromium
-B  a real job: what its steps cost while nobody looks, while one page is open, and while 200 are, in turns
-C  a drill that is watched: from a failure, and from the resumed step, to the moment at which the page shows it
+A  1,024 simulated ranks, written into a run folder in real time, shown in a headless Chromium
+B  a real job: the cost of its steps without a page, with one open page, and with 200, in turns
+C  a drill with an open page: the time from a failure, and from the resumed step, until the page shows it
 
 Prints tables, and writes ``benchmarks/results/DATE-dashboard.md`` with the raw figures in a .json beside it. The
-machine should have nothing else to do. Open pages of part B are connections that read what a page is told; what a
-browser does with it is done on the machine of whoever looks, so it is part A that has a browser.
+machine should have nothing else to do. The pages of part B are connections that read a page's data. A browser runs on
+the user's machine, so only part A has one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ QUICK = {"nodes": 8, "seconds": 5.0, "pairs": 2, "block": 1.5, "many": 5, "fault
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=128, help="A: of eight ranks each (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=30.0, help="A: how long it is watched (default: %(default)s)")
@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def browser_page() -> Iterator[Page]:
-    """A page in a headless Chromium."""
+    """Opens a page in a headless Chromium."""
     chromium = shutil.which("chromium")
     if chromium is None:
         raise JobFailed("no chromium on this machine: apt-get install chromium")
@@ -94,7 +94,7 @@ FRAMES = """(seconds) => new Promise((resolve) => {
 
 
 def measure_scale(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Many ranks: frames a second in the page, and processor time in the server."""
+    """Measures many ranks: frames per second in the page, and processor time of the server."""
     begin_s = dashboard_feed.simulate(folder / "recorded", args.nodes, 8, args.seconds * 1.5 + 20)
     recorded = Run(folder / "recorded")
     changes = recorded.poll().changes
@@ -145,7 +145,7 @@ while True:
 
 @contextlib.contextmanager
 def open_pages(run_dir: Path, num_pages: int) -> Iterator[list[psutil.Process]]:
-    """A dashboard with so many pages that read everything; yields the processes that this takes."""
+    """Starts a dashboard with ``num_pages`` pages that read all data. Yields the processes."""
     before = set(psutil.Process().children())
     with serving(run_dir, "127.0.0.1:0", "--listen") as link:
         port, token = re.search(r":(\d+)/\?token=(\S+)", link).groups()
@@ -159,13 +159,14 @@ def open_pages(run_dir: Path, num_pages: int) -> Iterator[list[psutil.Process]]:
 
 
 def measure_cost(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """What a step costs rank 0 while somebody looks, and while nobody does, in turns.
+    """Measures the cost of a step on rank 0 with and without open pages, in turns.
 
-    Whoever looks is stopped (SIGSTOP) in every other block, dashboard and pages alike, which to a job is as if they
-    were not there. What they could cost a step on this machine is processor time (caches and the like that they
-    share), or a core that is not free; both are counted by the kernel, apart from how long the step took altogether.
+    In every other block dashboard and pages are stopped (SIGSTOP), which for the job is as if they did not exist. On
+    this machine they could cost a step processor time (because they share caches), or the wait for a free core. The
+    kernel counts both, besides the total time of a step.
 
-    One rank leaves a core idle on a machine with two, as training on GPUs leaves most of its host idle. Two leave none.
+    On a machine with two cores one rank leaves a core idle, as training on GPUs leaves most of its host idle. Two ranks
+    leave none.
     """
     found = []
     for num_ranks, num_pages, num_pairs in (
@@ -186,7 +187,7 @@ def measure_cost(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
 
 
 def measure_tags() -> dict[str, float]:
-    """What one phase change costs a worker: the tag, and the record in the ring; in nanoseconds."""
+    """Measures the cost of one phase change for a worker: the tag, and the record in the ring, in nanoseconds."""
     writer = tagpage.TagWriter(tagpage.create("measured"))
     phases = (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED)
     rounds = []
@@ -200,7 +201,7 @@ def measure_tags() -> dict[str, float]:
 
 
 def _take_turns(job: RunningJob, lookers: list[psutil.Process], block_s: float, num: int) -> list[tuple[int, str]]:
-    """When each block began, and whether somebody looked in it."""
+    """Runs the blocks, and returns when each began, and whether the pages ran in it."""
     blocks = []
     for number in range(num):
         is_looked_at = number % 2 == 1
@@ -218,7 +219,7 @@ def _take_turns(job: RunningJob, lookers: list[psutil.Process], block_s: float, 
 
 
 def measure_latency(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Seconds from what happens in a drill to the page that shows it."""
+    """Measures the seconds from an event in a drill until the page shows it."""
     faults = [f"kill@step={step},phase=backward,rank={n % 2}" for n, step in enumerate(FAULTS_AT[: args.faults])]
     num_steps = str(FAULTS_AT[args.faults - 1] + 10)
     command = [
@@ -259,7 +260,7 @@ def measure_latency(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The tables of a result."""
+    """Returns the tables of a result."""
     found = []
     if "scale" in result:
         scale = result["scale"]
@@ -304,13 +305,13 @@ _SCALE = {
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     head = page.heading("Looking at a job", result)
     return "\n".join([head + page.measured_in(result, raw), *(section.markdown() for section in sections(result))])
 
 
 def main() -> int:
-    """Measures, shows, writes."""
+    """Measures, prints the tables, and writes the page."""
     args = parse_arguments()
     console = Console()
 

@@ -1,4 +1,4 @@
-"""A simulated job of many ranks, recorded once, and fed into a run's folder as time goes by, for a dashboard."""
+"""Records a simulated job of many ranks once, and writes it into a run folder in real time, for a dashboard."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ NODES_PER_SPARE_NODE = 16
 
 
 def simulate(folder: Path, num_nodes: int, ranks_per_node: int, until_s: float) -> float:
-    """Records a job: a rank is slow all the time, one is killed at a third of it, a node is lost at two thirds.
+    """Records a job: one rank is always slow, one is killed after a third of the time, a node is lost after two thirds.
 
     Args:
-        folder: where to.
-        num_nodes: those with ranks; for each sixteen of them there is one more with spares.
-        ranks_per_node: on each.
-        until_s: virtual time of its end.
+        folder: the folder of the recording.
+        num_nodes: number of nodes with ranks. For each sixteen of them there is one more node with spares.
+        ranks_per_node: number of ranks on each node.
+        until_s: virtual time at which the job ends.
 
     Returns:
         the virtual time at which training has begun.
@@ -75,13 +75,13 @@ def _lose_node(world: World) -> None:
 
 
 class Feeder:
-    """Writes a recorded run into another folder at the pace at which it happened. Use it in a ``with`` block."""
+    """Writes a recorded run into another folder, at its original pace. Use it in a ``with`` block."""
 
     def __init__(self, source: Path, target: Path, begin_s: float) -> None:
         """Args:
         source: the recorded run.
-        target: a folder that is not there yet.
-        begin_s: what happened up to then is there at once.
+        target: a folder that does not exist yet.
+        begin_s: events up to this time are written at once.
         """
         self._begin_s = begin_s
         self._target = target
@@ -125,7 +125,7 @@ class Feeder:
 
 
 def _shifted(entry: JournalEntry, shift_s: float) -> JournalEntry:
-    """A journal's entry on the clock of this machine: its own time, and those in the reports that it tells of."""
+    """Returns a journal entry with its time, and the times in its reports, shifted to this machine's clock."""
     event = entry.event
     if isinstance(event, ReportsReceived):
         reports = []

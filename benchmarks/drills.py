@@ -1,4 +1,4 @@
-"""One drill, as `layouts.py` and `loops.py` run many."""
+"""Runs one drill, for `layouts.py` and `loops.py`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from jobs import JobFailed, RunningJob
 
 DEADLINE_S = 300.0
-"""For one drill."""
+"""Deadline of one drill."""
 
 
 def drilled(name: str, arguments: list[str]) -> dict[str, Any]:
-    """What came of it.
+    """Runs a drill, and returns its result.
 
     Args:
-        name: of what is drilled, for messages.
-        arguments: what comes after ``keepstep drill``.
+        name: the name of the training, for messages.
+        arguments: the arguments of ``keepstep drill``.
 
     Raises:
-        JobFailed: the weights or files are not the same, or there was no end.
+        JobFailed: the weights or files differ, or the drill did not end in time.
     """
     with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as folder:
         found = Path(folder) / "drill.json"
@@ -47,5 +47,5 @@ def drilled(name: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def figures(result: dict[str, Any]) -> list[str]:
-    """Two cells of a table: how many steps came again at the most, and the median recovery in milliseconds."""
+    """Returns two cells of a table: the greatest number of repeated steps, and the median recovery in milliseconds."""
     return [f"≤ {max(result['again'])}", f"{statistics.median(result['recovery_ms']):,.0f}"]

@@ -1,11 +1,11 @@
-"""Many agents without workers, for benchmarks/controller.py: each with the real machine and a real connection.
+"""Runs many agents without workers, for benchmarks/controller.py: each with the real machine and a real connection.
 
     python benchmarks/fleet.py ENDPOINT FIRST COUNT WORLD_SIZE      the job's secret is in KEEPSTEP_JOB_SECRET
 
-Agents FIRST to FIRST + COUNT - 1 of a job of WORLD_SIZE ranks, one rank each, and one more that holds the spare. Their
-workers are a few lines below: they start at once, train without computing anything, and come to a safe point when they
-are told to. On its standard input, ``lose N`` has the worker of agent N die; on its standard output is said how long,
-by this program's own clock, the agents had to wait for the order to stop.
+These are the agents FIRST to FIRST + COUNT - 1 of a job of WORLD_SIZE ranks, one rank each, and one more for the spare.
+Their workers are simulated: they start at once, train without computing anything, and reach a safe point when they are
+ordered to stop. The line ``lose N`` on standard input kills the worker of agent N. On standard output the program
+prints how long, by its own clock, the agents have waited for the order to stop.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, mint
 
 POLL_INTERVAL_S = 0.01
-"""So often it is looked whether anything is due for one of the agents."""
+"""Interval at which the program checks the deadlines of the agents."""
 STEP_S = 0.2
-"""The steps that the workers pretend to make: five phase changes each, as of a job with steps of 200 ms."""
+"""Length of a simulated step. It has five phase changes."""
 PHASES_PER_S = 5 / STEP_S
 
 
 class Page:
-    """What the tag page of a worker would hold that trains all the time. See `keepstep.shared.tagpage.TagReader`."""
+    """Simulates the tag page of a worker that trains all the time. See `keepstep.shared.tagpage.TagReader`."""
 
     def copy_since(self, events_read: int) -> tuple[bytes, int]:
-        """The phase changes since the last look, in a ring's layout."""
+        """Returns the phase changes since the last call, in the layout of the ring buffer."""
         now_ns = time.monotonic_ns()
         end = int(now_ns / 1e9 * PHASES_PER_S)
         num_new = min(end - events_read, RING_EVENTS)
@@ -53,7 +53,7 @@ class Page:
 
 
 class Agent:
-    """One node: a machine, a connection, and at most one worker that exists in name only."""
+    """The agent of one node, with its machine, its connection, and at most one simulated worker."""
 
     def __init__(self, number: int, world_size: int, endpoint: str, credentials: Credentials) -> None:
         self.name = f"node-{number}"
@@ -68,10 +68,10 @@ class Agent:
         self.step = 0
         self.is_training = False
         self.stopped_s: float | None = None
-        """When the order to stop came."""
+        """When the order to stop arrived."""
 
     async def listen(self) -> None:
-        """Hears the controller for ever."""
+        """Receives the controller's messages until it is cancelled."""
         while True:
             message = await self.connection.receive()
             if isinstance(message, Connected):
@@ -83,13 +83,13 @@ class Agent:
             self.act()
 
     def tick(self, now_s: float) -> None:
-        """The regular look."""
+        """Polls the worker and the deadlines."""
         self.machine.tick(now_s)
         is_sending = self.act()
         self.phases.tick([self] if self.is_training else [], now_s, is_sending=is_sending)
 
     def act(self) -> bool:
-        """Does what the machine wants done, and transmits."""
+        """Performs the machine's effects, and transmits its packets."""
         now_s = time.monotonic()
         while effects := self.machine.take():
             for effect in effects:
@@ -108,7 +108,7 @@ class Agent:
         return bool(packets)
 
     def lose(self) -> None:
-        """The worker's process dies."""
+        """Makes the worker die."""
         if self.worker is not None:
             number, self.worker, self.is_training = self.worker, None, False
             tag = msg.Tag(1, self.step, Phase.BACKWARD)
@@ -150,9 +150,9 @@ class Agent:
 
 
 async def main() -> None:
-    """Serves until standard input ends."""
+    """Runs the agents until standard input ends."""
     endpoint, first, count, world_size = sys.argv[1], *map(int, sys.argv[2:5])
-    gc.disable()  # five hundred agents in one heap: to look through it would hold all up, and none has that much
+    gc.disable()  # a collection of the heap of five hundred agents would pause all; a real agent has one
     secret = Secret.parse(os.environ[SECRET_VARIABLE], SECRET_VARIABLE)
     authority = certificates.authority(secret)
     agents = {
@@ -182,7 +182,7 @@ async def main() -> None:
 
 
 async def tick(agents: dict[int, Agent]) -> None:
-    """Each agent's heartbeat in its own time. There is no more to look at: their workers do nothing."""
+    """Runs each agent's heartbeat at its own time. Their workers need no polling, because they do nothing."""
     loop = asyncio.get_running_loop()
     due_s = loop.time()
     while True:

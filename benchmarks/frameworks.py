@@ -1,11 +1,11 @@
-"""What keepstep costs in the loops of frameworks while nothing fails: steps of about 100 ms on 2 ranks.
+"""Overhead of keepstep in the loops of frameworks without failures: steps of about 100 ms on 2 ranks.
 
     python benchmarks/frameworks.py            everything; about fifteen minutes on two idle cores
     python benchmarks/frameworks.py --quick    a smoke test; nothing is written
 
 For each framework the same script (`train_framework.py`) runs under torchrun without keepstep, and under keepstep with
-its integration. A third job is under torchrun, too, but without the allocator's variables that keepstep's workers get
-(`docs/USAGE.md`) and that the other two have here. The three take turns, as `overhead.py` describes.
+its integration. A third job runs under torchrun without the allocator's variables, which keepstep's workers get
+(`docs/USAGE.md`) and which the other two jobs have here. The three take turns, as `overhead.py` describes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ QUICK = {
 
 @dataclasses.dataclass(frozen=True)
 class Loop(Shape):
-    """What a job trains, and whose loop it is."""
+    """The model that a job trains, and the framework whose loop it uses."""
 
     framework: str = ""
 
@@ -54,7 +54,7 @@ class Loop(Shape):
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frameworks", nargs="+", default=list(FRAMEWORKS), choices=FRAMEWORKS)
     parser.add_argument("--starts", type=int, default=5, help="of both jobs, for each framework")
@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All frameworks."""
+    """Measures all frameworks."""
     shape = calibrated(args.step_ms, args.width, args.depth)
     block = max(NOT_COUNTED + 3, round(args.block_s * 1000 / args.step_ms))
     found = {}
@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The table."""
+    """Returns the table."""
     rows = [_row(framework, starts) for framework, starts in result["frameworks"].items()]
     rows.append(_row("all together", [start for starts in result["frameworks"].values() for start in starts]))
     starts = next(iter(result["frameworks"].values()))
@@ -111,13 +111,13 @@ def _row(name: str, starts: list[dict[str, Any]]) -> list[str]:
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     head = page.heading("The cost of a step in the loops of frameworks", result) + page.measured_in(result, raw) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 
 def main() -> int:
-    """Parses the command line and runs."""
+    """Runs the benchmark of the command line."""
     args = parse_arguments()
     console = Console()
     folder = args.results or (None if args.quick else RESULTS)

@@ -1,19 +1,19 @@
-"""All that needs a GPU: the tests that a machine without one skips, and what keepstep does there beside its floors.
+"""Everything that needs a GPU: the tests that other machines skip, and measurements of keepstep with their floors.
 
     python benchmarks/gpu.py --name h100          everything that this machine has the GPUs for; below nine minutes
-    python benchmarks/gpu.py --only c             the waits alone
-    python benchmarks/gpu.py --no-tests           the figures without the tests
+    python benchmarks/gpu.py --only c             only the waits
+    python benchmarks/gpu.py --no-tests           the measurements without the tests
     python benchmarks/gpu.py --quick --on-cpu     a smoke test of the parts without a GPU
 
-It needs neither make nor a network, and pytest for the tests. Without a GPU it says so and ends with exit code 3. A
-part that fails, or finds no time left, takes no other along; it stands in the page with its reason.
+It needs neither make nor a network, and pytest only for the tests. Without a GPU it prints this and ends with exit code
+3. If a part fails, or no time is left for it, the others still run, and the page shows the reason.
 
-a: as many ranks as there are GPUs, at most eight, connect an NCCL group, abort it and connect the next one: what a
-recovery waits for. b: NCCL's own ways from one communicator to the next. c: steps of kernels of a given length, and
-what the host waits for before the gradient barrier: what the lost run-ahead costs. d: a plain loop and keepstep's. e: a
-state restored from two holders, beside copies of the same bytes. f: snapshots, beside the copies alone. g: weights
-published with buffers on the GPU. h: the parts of a recovery, from a drill. i: the same of three and of four ranks that
-share the first GPU, whose tensors gloo carries, though NCCL is there: a rank killed in each phase of a step.
+a: as many ranks as there are GPUs, at most eight, connect an NCCL group, abort it and connect the next one, as in a
+recovery. b: NCCL's own ways from one communicator to the next. c: steps of kernels of a given length, with different
+waits of the host before the gradient barrier: the cost of the lost run-ahead. d: a plain loop and keepstep's. e: a
+state restored from two holders, next to copies of the same bytes. f: snapshots, next to the copies alone. g: weights
+published with buffers on the GPU. h: the parts of a recovery, from a drill. i: the same with three and with four ranks
+that share the first GPU, over gloo even if NCCL is available: a rank killed in each phase of a step.
 
 Prints tables, and writes ``benchmarks/results/DATE-gpu-NAME.md`` with the raw figures in a .json beside it. No figures
 of a GPU have been written so far.
@@ -44,22 +44,22 @@ from torch import distributed as dist
 from keepstep.errors import KeepstepError
 
 NO_GPU = 3
-"""The exit code on a machine without one."""
+"""The exit code on a machine without a GPU."""
 TESTS = ("tests/gpu", "tests/worker/backends", "tests/weights/test_gpu.py")
 TESTS_TIMEOUT_S = 240
 BUDGET_S = 370
-"""Behind which no part begins. Each takes a minute at most, but for a drill's two and a half."""
+"""Seconds after which no part begins. Each takes a minute at most, except a drill with two and a half."""
 LETTERS = "abcdefghi"
 STEPS = {20: 20, 100: 6, 500: 2}
 QUICK_STEPS = {20: 3}
-"""How many steps of each length in milliseconds a turn has."""
+"""Length of a step in milliseconds -> number of its steps in a turn."""
 TURNS = 3
 MIB = 1536
-"""Of the state and of the weights."""
+"""Size of the state and of the weights."""
 
 
 def what_is_here() -> str:
-    """The GPUs of this machine in words; empty: torch finds none."""
+    """Returns a description of this machine's GPUs; empty if torch finds none."""
     if not torch.cuda.is_available():
         return ""
     names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
@@ -72,7 +72,7 @@ def what_is_here() -> str:
 
 
 def run_tests(console: Console) -> dict[str, Any]:
-    """Runs the tests that need a GPU; how many passed and failed, and why others were skipped."""
+    """Runs the tests that need a GPU. Returns how many passed and failed, and why others were skipped."""
     with tempfile.TemporaryDirectory(prefix="keepstep-gpu-") as folder:
         report = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-m", "", "-q", f"--junit-xml={report}", *TESTS]
@@ -85,7 +85,7 @@ def run_tests(console: Console) -> dict[str, Any]:
 
 
 def outcomes(report: Path) -> dict[str, Any]:
-    """What a report of pytest's in JUnit's form says."""
+    """Returns the outcomes in a JUnit report of pytest."""
     found: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     failed: list[str] = []
@@ -106,7 +106,7 @@ def outcomes(report: Path) -> dict[str, Any]:
 
 
 def parts(args: argparse.Namespace) -> list[tuple[str, str, Callable[[argparse.Namespace, Path], Any]]]:
-    """Letter, name and function of each, in their order: what a recovery waits for comes first."""
+    """Returns letter, name and function of each part, in their order. The parts of a recovery come first."""
     kind = "cpu" if args.on_cpu else "cuda"
     steps = QUICK_STEPS if args.quick else STEPS
     long_steps = {ms: number for ms, number in steps.items() if ms >= 100 or args.quick}
@@ -128,7 +128,7 @@ def parts(args: argparse.Namespace) -> list[tuple[str, str, Callable[[argparse.N
 
 
 def guarded(name: str, function: Callable[[int, Path], Any]) -> Callable[[argparse.Namespace, Path], Any]:
-    """A part that takes no other part's figures along when it fails, and is left out where the time is over."""
+    """Returns a part that catches its own failure, and that is skipped when the time is over."""
 
     def measure(args: argparse.Namespace, folder: Path) -> Any:
         if time.monotonic() > args.until_s:
@@ -143,11 +143,11 @@ def guarded(name: str, function: Callable[[int, Path], Any]) -> Callable[[argpar
     return measure
 
 
-# ---- what is shown --------------------------------------------------------------------------------------------------
+# ---- output ---------------------------------------------------------------------------------------------------------
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The tables."""
+    """Returns the tables."""
     tables = {
         "tests": of_tests,
         "communicators": of_communicators,
@@ -178,7 +178,7 @@ def of_tests(tests: dict[str, Any]) -> Section:
 
 
 def ms(values: list[float]) -> list[str]:
-    """Median and greatest."""
+    """Returns median and maximum."""
     return [f"{1000 * pick(values):.3f}" for pick in (statistics.median, max)]
 
 
@@ -200,7 +200,7 @@ def of_nccl(found: dict[str, Any]) -> Section:
 
 
 def of_steps(title: str, first: str) -> Callable[[dict[str, Any]], Section]:
-    """A table of lengths of steps."""
+    """Returns a function that makes a table with a row for each length of steps."""
 
     def table(steps: dict[str, Any]) -> Section:
         lengths = {length: taken for length, taken in steps.items() if isinstance(taken, dict)}
@@ -280,13 +280,13 @@ def of_shared(found: dict[str, Any]) -> Section:
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     begin = heading("What needs a GPU", result).replace(", gloo, CPU.", f".\n* GPUs: {result['gpus']}.")
     return "\n".join([begin + measured_in(result, raw), *(section.markdown() for section in sections(result))])
 
 
 def main() -> int:
-    """Runs and measures; returns the exit code."""
+    """Runs the tests and the measurements. Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--name", default="gpu", help="of the machine, for the page's name (default: gpu)")
     parser.add_argument("--only", choices=list(LETTERS), help="one part alone")
@@ -322,7 +322,7 @@ def main() -> int:
 
 
 def has_failed(found: dict[str, Any]) -> bool:
-    """Whether a test or a part has."""
+    """Returns whether a test or a part has failed."""
     tests = found.get("tests", {"exit_code": 0})
     return tests["exit_code"] != 0 or any("failed" in part for name, part in found.items() if name != "tests")
 

@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu.py` measures of communicators, and of what the host waits for in a step."""
+"""Parts of `benchmarks/gpu.py`: measurements of communicators, and of the host's waits in a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401 - what runs functions as ranks is the tests'
+import checkout  # noqa: F401 - the tests have the code that runs functions as ranks
 import torch
 from tests.worker.ranks import Watcher, file_store, meet, plain_gloo, run_ranks
 
@@ -20,20 +20,20 @@ from keepstep.worker.step.device_completion import completion_on
 MOST_RANKS = 8
 CONNECT_DEADLINE = timedelta(seconds=60)
 Steps = dict[int, int]
-"""How many steps of each length, in milliseconds, a turn has."""
+"""Length of a step in milliseconds -> number of its steps in a turn."""
 WAITS = ("runs ahead", "device", "device, host barrier", "device, barrier on it")
-"""What the host waits for in a step."""
+"""The kinds of the host's wait in a step."""
 REVOKE_SINCE = (2, 28, 9)
-"""The version of NCCL that has ``ncclCommRevoke`` first."""
+"""The first version of NCCL with ``ncclCommRevoke``."""
 
 
 def num_ranks(kind: str) -> int:
-    """As many as there are GPUs, at most eight; two without."""
+    """Returns the number of ranks: as many as GPUs, at most eight; two without GPUs."""
     return min(torch.cuda.device_count(), MOST_RANKS) if kind == "cuda" else 2
 
 
 def device_of(kind: str, rank: int) -> torch.device:
-    """The device of a rank; ranks beyond the GPUs share them."""
+    """Returns the device of a rank. If there are more ranks than GPUs, they share them."""
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -42,13 +42,13 @@ def device_of(kind: str, rank: int) -> torch.device:
 
 
 def through(device: torch.device) -> None:
-    """Waits until the device is through with everything."""
+    """Waits until the device has completed all operations."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def kernels_on(device: torch.device) -> Callable[[float], None]:
-    """Launches kernels that take so many milliseconds together; on the CPU, time goes by."""
+    """Returns a function that launches kernels with a total time in milliseconds. On the CPU it sleeps."""
     if device.type == "cpu":
         return lambda ms: time.sleep(ms / 1000)
     cycles_of_a_ms = calibrated()
@@ -61,7 +61,7 @@ def kernels_on(device: torch.device) -> Callable[[float], None]:
 
 
 def calibrated() -> float:
-    """How many cycles of a kernel that does nothing take a millisecond."""
+    """Returns how many cycles of an idle kernel take a millisecond."""
     cycles = 100_000_000
     torch.cuda._sleep(cycles)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -76,7 +76,7 @@ def calibrated() -> float:
 
 
 def communicators(kind: str, turns: int, folder: Path) -> dict[str, Any]:
-    """The times of all ranks and turns."""
+    """Returns the times of all ranks and turns."""
     number = num_ranks(kind)
     answers = run_ranks(number, rebuild, folder, kind, turns + 1)
     worst = [
@@ -87,7 +87,7 @@ def communicators(kind: str, turns: int, folder: Path) -> dict[str, Any]:
 
 
 def rebuild(rank: int, size: int, path: Path, kind: str, turns: int) -> list[dict[str, float]]:
-    """Connects, reduces, aborts with an operation under way, and waits until the device is quiet; seconds of each."""
+    """Connects, reduces, aborts with an operation in flight, waits until the device is idle. Returns their seconds."""
     device = device_of(kind, rank)
     tensor = torch.ones(1 << 20, device=device)
     found = []
@@ -120,7 +120,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class Nccl:
-    """NCCL's library, as torch has loaded it; its calls block until they are through."""
+    """NCCL's library, as torch has loaded it. Its calls block until they are complete."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libnccl.so.2")
@@ -136,7 +136,7 @@ class Nccl:
         return call
 
     def connect(self, rank: int, size: int, path: Path, name: str) -> ctypes.c_void_p:
-        """A communicator of all ranks."""
+        """Returns a communicator of all ranks."""
         store, own = file_store(path, name=f"nccl/{name}"), _UniqueId()
         if rank == 0:
             self.ncclGetUniqueId(ctypes.byref(own))
@@ -154,7 +154,7 @@ class Nccl:
 
 
 def nccl_ways(kind: str, turns: int, folder: Path) -> dict[str, Any]:
-    """Seconds from a communicator that must go to the next one that has reduced, by the way it goes."""
+    """Returns for each way the seconds from the end of a communicator to the first reduction of the next one."""
     if kind == "cpu":
         return {"skipped": "NCCL needs GPUs"}
     try:
@@ -169,7 +169,7 @@ def nccl_ways(kind: str, turns: int, folder: Path) -> dict[str, Any]:
 
 
 def replace(rank: int, size: int, path: Path, turns: int) -> dict[str, list[float]]:
-    """Each way in turns. Rank 0 has an operation under way to which no other rank comes, but where all are quiet."""
+    """Measures the ways in turns. Rank 0 has an operation in flight that no other rank enters, except with destroy."""
     device_of("cuda", rank)
     nccl, tensor = Nccl(), torch.ones(1 << 20, device="cuda")
     ways = ["destroy, init", "abort, init", *(["revoke, init, abort"] if nccl.has_revoke else [])]
@@ -207,9 +207,9 @@ def replace(rank: int, size: int, path: Path, turns: int) -> dict[str, list[floa
 
 
 def waits(kind: str, turns: int, folder: Path, steps: Steps) -> dict[str, Any]:
-    """Seconds a step, by the length of a step's kernels and by what the host waits for; of the slower of two ranks.
+    """Returns the seconds of a step, by the length of its kernels and the kind of wait, of the slower of two ranks.
 
-    Where there is one GPU, the second rank only lets time go by: two processes would take turns on the GPU.
+    With one GPU the second rank only sleeps, because two processes would take turns on the GPU.
     """
     answers = run_ranks(2, steps_of_kernels, folder, kind, turns, steps)
     return {
@@ -221,7 +221,7 @@ def waits(kind: str, turns: int, folder: Path, steps: Steps) -> dict[str, Any]:
 def steps_of_kernels(
     rank: int, size: int, path: Path, kind: str, turns: int, lengths: Steps
 ) -> dict[str, dict[str, list[float]]]:
-    """In turns: every step launches ten kernels, and the host waits for them at the end of each, or runs ahead."""
+    """Measures the waits in turns. Every step launches ten kernels. At its end the host waits for them, or runs on."""
     device = device_of(kind if rank < torch.cuda.device_count() else "cpu", rank)
     completion, launch, host = completion_on(device), kernels_on(device), plain_gloo(path, rank, size)
     has_own = kind == "cuda" and torch.cuda.device_count() >= size
@@ -256,13 +256,13 @@ def steps_of_kernels(
 
 
 def overhead(kind: str, turns: int, _folder: Path, steps: Steps) -> dict[str, Any]:
-    """Seconds a step of one rank, by the length of its kernels, in a plain loop and in keepstep's."""
+    """Returns the seconds of a step of one rank, by the length of its kernels, in a plain loop and in keepstep's."""
     [found] = run_ranks(1, both_loops, kind, turns, steps)
     return dict(found)
 
 
 def both_loops(rank: int, _size: int, kind: str, turns: int, numbers: Steps) -> dict[str, dict[str, list[float]]]:
-    """The plain loop comes first: keepstep's hooks stay for good."""
+    """Runs the plain loop first, because keepstep's hooks cannot be removed."""
     device = device_of(kind, rank)
     launch = kernels_on(device)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _layer in range(8))).to(device)

@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu.py` measures of moving a state: restored, copied into snapshots, published."""
+"""Parts of `benchmarks/gpu.py` that move state: restores, snapshots and published weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SCRIPT = ROOT / "tests" / "gpu" / "scripts" / "train.py"
 
 
 def state_on(device: torch.device, num_bytes: int, seed: int) -> ProtectedState:
-    """A model and its Adam state, together of about so many bytes, with the memory of all of it taken."""
+    """Returns a model with its Adam state, of about ``num_bytes`` in all, in memory that is already allocated."""
     width = max(8, round((num_bytes / LAYERS / 12) ** 0.5))
     torch.manual_seed(seed)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _layer in range(LAYERS))).to(device)
@@ -57,12 +57,12 @@ def state_on(device: torch.device, num_bytes: int, seed: int) -> ProtectedState:
 
 
 def bytes_of(state: ProtectedState) -> int:
-    """Of all its tensors."""
+    """Returns the bytes of all tensors of a state."""
     return sum(byte_view(tensor).numel() for _name, tensor in state.live_tensors())
 
 
 def timed(function: Callable[[], object], device: torch.device) -> float:
-    """Seconds until the device is through with it."""
+    """Runs a function, and returns the seconds until the device has completed it."""
     through(device)
     begun_s = time.monotonic()
     function()
@@ -74,7 +74,7 @@ def timed(function: Callable[[], object], device: torch.device) -> float:
 
 
 def restores(kind: str, turns: int, folder: Path, num_bytes: int) -> dict[str, Any]:
-    """Seconds of each way on the receiver, which gets a state from two live holders, and of the floors."""
+    """Returns the seconds of each way on a receiver, which gets a state from two live holders, and of the floors."""
     answers = run_ranks(3, restored, folder, kind, turns, num_bytes)
     if len({answer["digest"] for answer in answers}) != 1:
         raise RuntimeError("the receiver has another state than the holders")
@@ -83,7 +83,7 @@ def restores(kind: str, turns: int, folder: Path, num_bytes: int) -> dict[str, A
 
 
 def restored(rank: int, size: int, path: Path, kind: str, turns: int, num_bytes: int) -> dict[str, Any]:
-    """Each way in turns; the receiver measures the floors while no other process moves anything."""
+    """Runs the ways in turns. The receiver measures the floors while the other processes are idle."""
     device = device_of(kind, rank)
     state = state_on(device, num_bytes, rank // 2)
     landing, source, stop = Landing(device), Source(), CancelToken()
@@ -114,7 +114,7 @@ def _move(state: ProtectedState, rank: int, way: StateTransport, source: Source,
 
 
 def floors(device: torch.device, num_bytes: int) -> dict[str, float]:
-    """Seconds to copy so many bytes, in pieces of 32 MiB of memory that is pinned, or another GPU's."""
+    """Returns the seconds to copy ``num_bytes`` in pieces of 32 MiB, from pinned memory, or from another GPU."""
     piece = min(32 << 20, num_bytes)
     first, second = (torch.empty(piece, dtype=torch.uint8, device=device) for _ in range(2))
     host = torch.empty(piece, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -139,13 +139,13 @@ def floors(device: torch.device, num_bytes: int) -> dict[str, float]:
 
 
 def snapshots(kind: str, turns: int, _folder: Path, num_bytes: int, steps: Steps) -> dict[str, Any]:
-    """Seconds of a copy alone, of its floors, and of steps with one in each and in none."""
+    """Returns the seconds of a copy alone, of its floors, and of steps with and without a snapshot."""
     [found] = run_ranks(1, with_snapshots, kind, turns, num_bytes, steps)
     return dict(found)
 
 
 def with_snapshots(rank: int, _size: int, kind: str, turns: int, num_bytes: int, numbers: Steps) -> dict[str, Any]:
-    """One rank, alone with its device."""
+    """Measures one rank, which has the device to itself."""
     device = device_of(kind, rank)
     state, launch = state_on(device, num_bytes, 0), kernels_on(device)
     file = SnapshotFile(snapshotfile.create("bench"))
@@ -190,7 +190,7 @@ def with_snapshots(rank: int, _size: int, kind: str, turns: int, num_bytes: int,
 
 
 def weights(kind: str, turns: int, folder: Path, num_bytes: int) -> dict[str, Any]:
-    """Seconds of a version with buffers on the GPU, and how long each stage was busy; the second process consumes."""
+    """Returns the seconds of a version with buffers on the GPU, and of each stage. The second process consumes."""
     found: dict[str, Any] = {}
     for source in ("copies in pinned host memory", "weights on the GPU"):
         (folder / source[:3]).mkdir()
@@ -202,7 +202,7 @@ def weights(kind: str, turns: int, folder: Path, num_bytes: int) -> dict[str, An
 
 
 def published(rank: int, size: int, path: Path, kind: str, turns: int, num_bytes: int, source: str) -> dict[str, Any]:
-    """Rank 0 publishes, rank 1 consumes into tensors on its device."""
+    """Publishes on rank 0, and consumes on rank 1 into tensors on its device."""
     device = device_of(kind, rank)
     number = max(1, num_bytes >> 25)
     g = torch.Generator().manual_seed(3 + rank)
@@ -239,7 +239,7 @@ def published(rank: int, size: int, path: Path, kind: str, turns: int, num_bytes
 
 
 def recovery(kind: str, _turns: int, folder: Path) -> dict[str, Any]:
-    """The parts of a recovery of two ranks on GPUs, as a drill reports them."""
+    """Returns the parts of a recovery of two ranks on GPUs, as a drill reports them."""
     number = torch.cuda.device_count() if kind == "cuda" else 0
     shares = ["--share-gpus"] if number < 3 else []
     version = tuple(nccl_version()[:2])
@@ -251,9 +251,9 @@ def recovery(kind: str, _turns: int, folder: Path) -> dict[str, Any]:
 
 
 def shared(kind: str, _turns: int, folder: Path) -> dict[str, Any]:
-    """The same of three and of four ranks and a spare on one GPU, whose tensors gloo carries: a kill in each phase.
+    """Returns the same for three and four ranks and a spare that share one GPU over gloo, with a kill in each phase.
 
-    Without a GPU, of three on the CPU, and one kill.
+    Without a GPU: for three ranks on the CPU, with one kill.
     """
     found: dict[str, Any] = {}
     for number in (3, 4) if kind == "cuda" else (3,):
@@ -268,17 +268,17 @@ def shared(kind: str, _turns: int, folder: Path) -> dict[str, Any]:
 
 
 def first_gpu() -> str:
-    """Of those that this process sees, as CUDA_VISIBLE_DEVICES names it."""
+    """Returns the name of the first GPU that this process sees, as in CUDA_VISIBLE_DEVICES."""
     return (config.visible_devices() or "0").partition(",")[0]
 
 
 def drilled(
     report: Path, num_ranks: int, faults: list[str], options: list[str], environment: dict[str, str]
 ) -> dict[str, Any]:
-    """What a drill of ranks and one spare says, with these faults.
+    """Runs a drill with these faults, with one spare, and returns its report.
 
     Raises:
-        RuntimeError: it ended in an error.
+        RuntimeError: the drill has failed.
     """
     command = [sys.executable, "-m", "keepstep.cli.main", "drill", "--nproc-per-node", str(num_ranks), "--spares", "1"]
     command += [*options, "--json", str(report), "--faults", ";".join(faults), str(SCRIPT)]

@@ -1,4 +1,4 @@
-"""The jobs that benchmarks start: their command lines, their event files, and their certain end."""
+"""Starts jobs for benchmarks, reads their event files, and ends all of their processes."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ END_DEADLINE_S = 20.0
 
 
 class JobFailed(RuntimeError):
-    """A job did not do what it was started for; the message ends with the last lines that it wrote."""
+    """A job has failed. The message ends with the last lines of its output."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What every job of a benchmark trains."""
+    """The training of all jobs of a benchmark."""
 
     size: str
     batch_size: int
     world_size: int
     seed: int
     deadline_s: float
-    """How long any one wait may last."""
+    """Limit for each wait."""
 
     def worker_arguments(self, events: Path, *more: str) -> list[str]:
-        """The worker script and its arguments."""
+        """Returns the worker script and its arguments."""
         own = ["--events", str(events), "--size", self.size, "--batch-size", str(self.batch_size)]
         return [str(WORKER), *own, "--seed", str(self.seed), *more]
 
     def torchrun(self, worker: list[str], max_restarts: int = 0) -> list[str]:
-        """The command line under torchrun."""
+        """Returns the command line under torchrun."""
         flags = ["--standalone", "--nproc-per-node", str(self.world_size), "--max-restarts", str(max_restarts)]
         return [sys.executable, "-m", "torch.distributed.run", *flags, *worker]
 
     def keepstep(self, worker: list[str]) -> list[str]:
-        """The command line under keepstep, with one spare."""
+        """Returns the command line under keepstep, with one spare."""
         flags = ["--nproc-per-node", str(self.world_size), "--spares", "1", "--between-steps", str(self.deadline_s)]
         return [sys.executable, "-m", "keepstep.cli.main", "run", *flags, *worker, "--keepstep"]
 
@@ -67,7 +67,7 @@ class Event:
 
 
 def read_events(folder: Path) -> list[Event]:
-    """All events so far, in the order of time. A line that is being written is left out."""
+    """Returns all events so far, ordered by time. An incomplete line is left out."""
     found = []
     for path in folder.glob("events-*"):
         rank = int(path.name.rpartition("-")[2])
@@ -79,11 +79,11 @@ def read_events(folder: Path) -> list[Event]:
 
 
 def step_intervals_s(events: list[Event], rank: int = 0, after_step: int = 0) -> list[float]:
-    """From the end of one step to the end of the next, on one rank, where no restart or recovery lies between.
+    """Returns the times between the ends of two consecutive steps on one rank, without a restart or recovery between.
 
     Args:
-        events: as `read_events` gave them.
-        rank: whose; ranks wait for one another in every step, so one speaks for all.
+        events: as `read_events` returns them.
+        rank: the rank. Ranks wait for each other in every step, so one is enough.
         after_step: the first step whose time counts.
     """
     steps = [event for event in events if event.rank == rank and event.what == "step"]
@@ -95,20 +95,20 @@ def step_intervals_s(events: list[Event], rank: int = 0, after_step: int = 0) ->
 
 
 def median_step_s(events: list[Event], after_step: int = 0) -> float:
-    """The median of `step_intervals_s`; NaN if there is none."""
+    """Returns the median of `step_intervals_s`; NaN if there is none."""
     intervals = step_intervals_s(events, after_step=after_step)
     return statistics.median(intervals) if intervals else float("nan")
 
 
 class RunningJob:
-    """A command in a process of its own, watched and ended by this one. Use it in a ``with`` block."""
+    """A command in a separate process, which this one watches and ends. Use it in a ``with`` block."""
 
     def __init__(self, command: list[str], folder: Path, *, keeps_memory: bool = True) -> None:
         """Args:
-        command: what to start.
-        folder: its folder for temporary files; its output goes there, too.
-        keeps_memory: it gets `ALLOCATOR_VARIABLES`, as keepstep's workers do by themselves. Without them a few small
-            objects decide which of two jobs gives memory back in each step, and it says nothing of either.
+        command: the command line.
+        folder: its folder for temporary files and its output.
+        keeps_memory: set `ALLOCATOR_VARIABLES`, as keepstep does for its workers. Without them, chance decides which
+            of two jobs returns memory to the system in each step, and they cannot be compared.
         """
         self.folder = folder
         self._log = folder / "output.log"
@@ -133,7 +133,7 @@ class RunningJob:
         self._kill(family)
 
     def kill(self) -> None:
-        """Ends it at once, where all that it wrote is there."""
+        """Kills the job at once, when all of its output is complete."""
         self._kill(self._family())
 
     def _family(self) -> list[psutil.Process]:
@@ -149,7 +149,7 @@ class RunningJob:
         psutil.wait_procs(family, END_DEADLINE_S)
 
     def cpu_now_s(self) -> float:
-        """Processor time of the command's own process so far, its workers not counted."""
+        """Returns the processor time of the command's own process so far, without its workers."""
         times = self._process.cpu_times()
         return float(times.user + times.system)
 
@@ -164,7 +164,7 @@ class RunningJob:
         """Waits for a condition while the job runs.
 
         Raises:
-            JobFailed: the job has ended, or the deadline has come.
+            JobFailed: the job has ended, or the deadline has passed.
         """
         end_s = time.monotonic() + deadline_s
         while not condition():
@@ -174,10 +174,10 @@ class RunningJob:
             time.sleep(POLL_S)
 
     def wait(self, deadline_s: float) -> None:
-        """Waits until the job has ended well.
+        """Waits until the job has succeeded.
 
         Raises:
-            JobFailed: it failed, or the deadline has come.
+            JobFailed: it has failed, or the deadline has passed.
         """
         end_s = time.monotonic() + deadline_s
         while self._process.poll() is None:
@@ -188,12 +188,12 @@ class RunningJob:
             raise self.failure(f"the job ended with exit code {self._process.returncode}")
 
     def failure(self, text: str) -> JobFailed:
-        """An error with the end of what the job has written."""
+        """Returns an error with the last lines of the job's output."""
         return JobFailed(f"{text}\n{tail(self._log)}")
 
 
 def tail(path: Path, num_lines: int = 25) -> str:
-    """The last lines of a file, indented; empty if there is none."""
+    """Returns the last lines of a file, indented; empty if there is no file."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]
     except OSError:
@@ -203,7 +203,7 @@ def tail(path: Path, num_lines: int = 25) -> str:
 
 @contextlib.contextmanager
 def pipes(folder: Path, names: list[str]) -> Iterator[dict[str, int]]:
-    """Makes named pipes that both sides may open at any time, and gives their descriptors by name."""
+    """Makes named pipes that both sides may open at any time. Yields name -> descriptor."""
     opened: dict[str, int] = {}
     try:
         for name in names:

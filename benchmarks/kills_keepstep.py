@@ -1,9 +1,8 @@
-"""The kills of `benchmarks/recovery.py`: ranks of a keepstep job are killed at random instants.
+"""The kills of `benchmarks/recovery.py`: kills ranks of a keepstep job at random times.
 
-The job runs in this process (controller and agent) and its children (workers). A killed rank's place is taken by the
-warm spare, and another spare is then started, which takes a second or so to build its model. In the first series each
-kill waits until that spare is warm, as it is in a job that fails now and then; in the second it does not wait, so that
-the recovery has to.
+The job runs in this process (controller and agent) and its children (workers). The warm spare takes a killed rank.
+Then another spare starts, which takes about a second to build its model. In the first series each kill waits until that
+spare is warm, as in a job that rarely fails. In the second series the kill does not wait, so the recovery must.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from keepstep.protocol.recovery.records import RecoveryRecord
 
 POLL_INTERVAL_S = 0.005
 SPREAD_STEPS = 4.0
-"""A kill comes this many steps after the job is ready for it at the latest, at an instant drawn evenly."""
+"""A kill happens at a uniformly random time, at most this many steps after the job is ready for it."""
 ENDED_BY_US = 128 + signal.SIGINT
 
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """One kill as it was done."""
+    """A kill that has been executed."""
 
     at_s: float
     rank: int
@@ -42,7 +41,7 @@ class Kill:
 
 
 class Killer:
-    """Accompanies a job, kills ranks one after the other, lets the job run on a little, and ends it."""
+    """Runs next to a job, kills its ranks one after the other, and finally ends the job."""
 
     def __init__(self, folder: Path, num_kills: int, wait_for_spare: bool, workload: Workload) -> None:
         self.kills: list[Kill] = []
@@ -91,7 +90,7 @@ class Killer:
 
     @staticmethod
     def _all_beyond(job: Job, num_steps: int) -> bool:
-        """Whether every rank has completed so many steps since the last recovery and begun another."""
+        """Returns whether every rank has completed ``num_steps`` since the last recovery and has begun another."""
         begun_at = job.controller.job.records[-1].resume_step or 0
         steps = [worker["step"] for worker in job.agent.status() if worker["rank"] is not None]
         return all(isinstance(step, int) and step >= begun_at + num_steps for step in steps)
@@ -113,7 +112,7 @@ def measure(workload: Workload, num_kills: int, wait_for_spare: bool) -> dict[st
     """Runs one job, kills ``num_kills`` ranks in it, and returns a row for each and the step time of the job.
 
     Raises:
-        JobFailed: the job ended, or did not come as far as it should.
+        JobFailed: the job ended early, or did not complete the expected steps.
     """
     with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as name:
         folder = Path(name)
@@ -133,9 +132,9 @@ def measure(workload: Workload, num_kills: int, wait_for_spare: bool) -> dict[st
 
 
 def _row(kill: Kill, records: list[RecoveryRecord], moved_ms: dict[int, float]) -> dict[str, Any]:
-    """What a kill cost. A recovery that was cut short by another failure ends with the one that took over.
+    """Returns the cost of a kill. A recovery that another failure has superseded ends with its successor.
 
-    ``moved_ms``: how long the state was on its way, by generation.
+    ``moved_ms``: generation -> time in which the state moved.
     """
     begun = next(record for record in records if record.begun_s >= kill.at_s)
     ended = next(record for record in records if record.begun_s >= kill.at_s and record.resumed_s is not None)

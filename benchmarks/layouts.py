@@ -1,11 +1,11 @@
-"""Every sharded layout under the drill, with a spare and without: what comes out, and how long a recovery takes.
+"""Runs every sharded layout under the drill, with and without a spare: the result, and the time of a recovery.
 
     python benchmarks/layouts.py                  about half an hour on two idle cores
     python benchmarks/layouts.py --quick          a smoke test with one layout; nothing is written
 
 Each layout is a small model on four ranks, and loses a rank in each phase of a step and one that hangs. Three of them
-lose ranks at random instants as well. A layout whose weights differ from those of a run without failures ends the
-benchmark with an error. The programs are those of tests/worker/constructs, of which docs/upstream.md has the list.
+also lose ranks at random times. If the weights of a layout differ from those of a run without failures, the benchmark
+ends with an error. The programs are those of tests/worker/constructs, which docs/upstream.md lists.
 
 Prints a table, and writes ``benchmarks/results/DATE-layouts.md`` with the raw figures in a .json beside it.
 """
@@ -28,7 +28,7 @@ QUICK = {"only": "HSDP 2 × 2", "random_kills": 2}
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=layouts.LAYOUTS, help="one layout")
     parser.add_argument("--random-kills", type=int, default=30, help="of three layouts (default: %(default)s)")
@@ -40,13 +40,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def drill(layout: str, spares: int, faults: tuple[str, int]) -> dict[str, Any]:
-    """What came of one drill. See `drills.drilled`."""
+    """Runs one drill, and returns its result. See `drills.drilled`."""
     found = drills.drilled(layout, layouts.arguments(layout, spares, faults))
     return {"layout": layout, "spares": spares, "faults": faults[0], **found}
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All drills, one after the other."""
+    """Runs all drills, one after the other."""
     named = [args.only] if args.only else layouts.LAYOUTS
     found: dict[str, Any] = {"in_every_phase": [], "at_random": []}
     for layout in named:
@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The two tables."""
+    """Returns the two tables."""
     spare, none = ([each for each in result["in_every_phase"] if each["spares"] == spares] for spares in (1, 0))
     rows = [
         [
@@ -93,14 +93,14 @@ def sections(result: dict[str, Any]) -> list[Section]:
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     job = "* Jobs: four ranks on one node, each layout a model of some hundred parameters.\n"
     head = page.heading("Layouts", result) + job + page.measured_in(result, raw) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 
 def main() -> int:
-    """Runs, shows, writes."""
+    """Runs the drills, prints the tables, and writes the page."""
     args = parse_arguments()
     console = Console()
     folder = args.results or (None if args.quick else RESULTS)

@@ -1,11 +1,11 @@
-"""Every example of docs/integrations under the drill, with a spare and without, and with two ranks lost at once.
+"""Runs every example of docs/integrations under the drill, with and without a spare, and with two ranks lost at once.
 
     python benchmarks/loops.py                  about fifteen minutes on two idle cores
     python benchmarks/loops.py --quick          a smoke test with one example; nothing is written
 
-Each example is a training on three ranks in a loop of a framework, or in a user's loop over epochs. It loses a rank in
-each phase of a step, and one that hangs; in a second run two ranks at once. Weights, metrics, logs and checkpoints have
-to be those of a run without failures: else the benchmark ends with an error.
+Each example trains on three ranks, in the loop of a framework or in a user's loop over epochs. It loses a rank in each
+phase of a step, and one that hangs; in a second run two ranks at once. Weights, metrics, logs and checkpoints must be
+equal to those of a run without failures. Otherwise the benchmark ends with an error.
 
 Prints a table, and writes ``benchmarks/results/DATE-loops.md`` with the raw figures in a .json beside it.
 """
@@ -28,7 +28,7 @@ QUICK = {"only": ["fabric"]}
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=loops.FILES, default=list(loops.FILES), help="some examples")
     parser.add_argument("--results", type=Path, help="where the page goes (default: results)")
@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All drills, one after the other."""
+    """Runs all drills, one after the other."""
     found = []
     for name in args.only:
         console.print(f"{name} ...", highlight=False)
@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The table."""
+    """Returns the table."""
     rows = [
         [
             f"`{each['example']}.py`",
@@ -83,14 +83,14 @@ def sections(result: dict[str, Any]) -> list[Section]:
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     job = "* Jobs: three ranks on one node; the scripts are those of examples/integrations.\n"
     head = page.heading("Loops of frameworks", result) + job + page.measured_in(result, raw) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 
 def main() -> int:
-    """Runs, shows, writes."""
+    """Runs the drills, prints the tables, and writes the page."""
     args = parse_arguments()
     console = Console()
     folder = args.results or (None if args.quick else RESULTS)

@@ -1,17 +1,17 @@
-"""What a job on several machines loses with one of them, and what its controller matters to its steps.
+"""Time of a recovery from the loss of a machine, and effect of the controller on the steps of a job.
 
     python benchmarks/nodes.py                    everything; about a quarter of an hour on two idle cores; needs root
     python benchmarks/nodes.py --quick            a smoke test; nothing is written
 
-A  three machines (network namespaces, as in tests/network): again and again the one with rank 1 loses its power, that
-   is its cable is cut and everything on it is killed at the same moment. Measured: from then to the first step that all
-   ranks have completed, next to what the lease alone takes
-B  a job of two agents and a controller on this machine: what its steps cost while the controller runs, while it is
-   dead, and while it is killed and started again all the time, in turns
+A  three machines (network namespaces, as in tests/network): repeatedly the machine with rank 1 loses its power, which
+   means that its link is cut and all of its processes are killed at the same moment. Measured is the time until all
+   ranks have completed a step, next to the time of the lease alone
+B  a job of two agents and a controller on this machine: the time of its steps while the controller runs, while it is
+   dead, and while it is killed and restarted repeatedly, in turns
 
-In part B the controller has one of the cores to itself, as on a cluster it has one of another machine, or of one whose
-cores are idle: what is asked is whether the steps need it, not what a Python that starts takes from its neighbours. The
-ranks share the others, and wait in each step, as hosts do whose devices compute.
+In part B the controller has one core to itself. On a cluster it would use a core of another machine, or an idle one.
+The question is whether the steps need the controller, not how much a starting Python process slows others down. The
+ranks share the other cores, and wait in each step, as hosts do while their devices compute.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ TWO = ["--nnodes", "2", "--nproc-per-node", "1", "--spares", "0"]
 IDLE_MS, BATCH = 40, 8
 ALIVE, DEAD, RESTARTING = "alive", "dead", "restarting"
 LIFE_S = 2.0
-"""A controller that is killed again and again is up by then, has heard its agents, and then dies."""
+"""Time from the start of a controller to its next kill. By then it has received messages of its agents."""
 QUICK = {"losses": 1, "pairs": 2, "block": 3.0}
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", type=int, default=10, help="A: machines that are lost (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=40, help="B: blocks of each kind (default: %(default)s)")
@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure_losses(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Milliseconds for each machine that lost its power."""
+    """Returns the recovery time in milliseconds for each machine that has lost its power."""
     if (why := why_not()) is not None:
         raise JobFailed(why)
     found: dict[str, Any] = {"lease_s": LEASE_S, "to_step_ms": [], "beyond_lease_ms": []}
@@ -84,7 +84,7 @@ def measure_losses(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             record = cluster.job.records[-1]
             assert record.resumed_s is not None
             found["to_step_ms"].append(1000 * (record.resumed_s - off_s))
-            # The lease began with the last packet, up to a heartbeat before the power went.
+            # The lease began with the last packet, up to one heartbeat interval before the power loss.
             found["beyond_lease_ms"].append(1000 * (record.resumed_s - record.failures[0].since_s - LEASE_S))
             lab.heal()
             cluster.start(node)
@@ -104,14 +104,14 @@ def _is_over(job: RecoveryMachine, number: int) -> bool:
 
 
 class Apart:
-    """A controller and two agents."""
+    """A controller and two agents, in separate processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._endpoint = f"127.0.0.1:{free.getsockname()[1]}"
         secret = Secret.new().text()
-        self._environment = {**os.environ, SECRET_VARIABLE: secret, "OMP_NUM_THREADS": "1"}  # environ: theirs
+        self._environment = {**os.environ, SECRET_VARIABLE: secret, "OMP_NUM_THREADS": "1"}  # environ: inherited
         cores = sorted(os.sched_getaffinity(0))
         self._controllers_core, self._ranks_cores = set(cores[-1:]), set(cores[:-1] or cores)
         self._agents: list[subprocess.Popen[bytes]] = []
@@ -119,7 +119,7 @@ class Apart:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Apart]:
-        """The agents train; everything is ended afterwards."""
+        """Starts all processes, waits until the ranks train, and ends them at the end of the ``with`` block."""
         try:
             self.start_controller()
             for number in range(2):
@@ -136,13 +136,13 @@ class Apart:
                 agent.wait()
 
     def start_controller(self) -> None:
-        """Starts it, for the first time or again."""
+        """Starts the controller, for the first time or again."""
         again = ["--continue"] if (self.folder / "run").exists() else []
         command = ["controller", "--listen", self._endpoint, "--run-dir", str(self.folder / "run")]
         self._controller = self._start([*command, *TWO, *again], self._controllers_core)
 
     def kill_controller(self) -> None:
-        """Nothing if it is dead."""
+        """Kills the controller. Does nothing if it is dead."""
         if self._controller is not None:
             self._controller.kill()
             self._controller.wait()
@@ -160,7 +160,7 @@ class Apart:
             raise JobFailed((self.folder / "output.log").read_text(errors="replace")[-2000:])
 
     def become(self, way: str, block_s: float) -> None:
-        """Spends one block with the controller alive, dead, or dying all the time."""
+        """Waits for one block with the controller alive, dead, or killed repeatedly."""
         end_s = time.monotonic() + block_s
         while (left_s := end_s - time.monotonic()) > 0:
             time.sleep(min(left_s, LIFE_S) if way == RESTARTING else left_s)
@@ -172,7 +172,7 @@ class Apart:
 
 @contextlib.contextmanager
 def _on(cores: set[int]) -> Iterator[None]:
-    """What is started meanwhile runs on these cores only."""
+    """Restricts processes that start in the ``with`` block to these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -182,7 +182,7 @@ def _on(cores: set[int]) -> Iterator[None]:
 
 
 def measure_steps(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What a step costs with the controller in each way, next to what it costs with it alive."""
+    """Measures the cost of a step in each state of the controller, next to the cost while it is alive."""
     with Apart(folder).running() as job:
         deadline_s = time.monotonic() + DEADLINE_S
         while len(turns.steps_of(folder)) < 30:
@@ -202,7 +202,7 @@ def measure_steps(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             job.become(other, args.block)
             if other == DEAD:
                 job.start_controller()
-            # Coming back is no part of either: a block of its own, which is compared with nothing.
+            # The restart belongs to neither state: it gets a separate block, which is not compared.
             blocks.append((time.monotonic_ns(), "coming back"))
             time.sleep(LIFE_S)
         blocks.append((time.monotonic_ns(), ALIVE))
@@ -214,7 +214,7 @@ def measure_steps(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The tables of a result."""
+    """Returns the tables of a result."""
     found = []
     if "losses" in result:
         losses = result["losses"]
@@ -237,13 +237,13 @@ def sections(result: dict[str, Any]) -> list[Section]:
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     head = page.heading("A job on several machines", result)
     return "\n".join([head + page.measured_in(result, raw), *(section.markdown() for section in sections(result))])
 
 
 def main() -> int:
-    """Measures, shows, writes."""
+    """Measures, prints the tables, and writes the page."""
     args = parse_arguments()
     console = Console()
 

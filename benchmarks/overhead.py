@@ -1,16 +1,16 @@
-"""What keepstep costs while nothing fails: steps of about 1, 10 and 100 ms on 1, 2 and 3 ranks, beside plain torchrun.
+"""Overhead of keepstep without failures: steps of about 1, 10 and 100 ms on 1, 2 and 3 ranks, next to plain torchrun.
 
     python benchmarks/overhead.py                  everything; about twelve minutes on two idle cores
     python benchmarks/overhead.py --ranks 2 --step-ms 1
     python benchmarks/overhead.py --quick          a smoke test; nothing is written
 
-The same script (`train_timed.py`) runs under both launchers at once and takes turns: one job trains a block of steps
-while the other waits before its next step. So the two sides of a pair lie a second apart, and what else the machine
-does meets both alike. But processes of one plain script differ by some percent, by where their memory lies: so both
-jobs are started several times for each size, and a start counts as one measurement. The processor time of a step is
-that of all ranks; what the launchers use stands beside it. keepstep's launcher looks at a job that waits every 20 ms,
-and every 50 ms at one that trains: that slows plain torchrun's steps, too, so the difference is a little too small.
-A profile of one more keepstep job tells where the time goes.
+The same script (`train_timed.py`) runs under both launchers at the same time. The jobs take turns: one trains a block
+of steps while the other waits before its next step. So the two blocks of a pair are a second apart, and other load of
+the machine affects both alike. But even processes of one plain script differ by some percent, because of their memory
+layout. So the benchmark starts both jobs several times for each size, and counts a start as one measurement. The
+processor time of a step is that of all ranks; the launchers' is listed separately. keepstep's launcher polls a waiting
+job every 20 ms, and a training one every 50 ms. This slows plain torchrun's steps, too, so the measured difference is a
+little too small. A profile of one more keepstep job shows where the time goes.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from train_timed import Training, build_model
 WORKER = Path(__file__).with_name("train_timed.py")
 KINDS = ("torchrun", "keepstep")
 UNSET = "torchrun, allocator unset"
-"""A third one that may take turns: without the allocator's variables, which keepstep's workers get by default."""
+"""A third kind of job: without the allocator's variables, which keepstep's workers get by default."""
 SHAPES = {1: (64, 4), 10: (256, 8), 100: (512, 8)}
-"""Width and depth of the model, by the step's time in milliseconds; the batch is calibrated."""
+"""Time of a step in milliseconds -> width and depth of the model. The batch size is calibrated."""
 BLOCK_S = 0.5
-"""Of a turn. The machine's speed drifts over seconds."""
+"""Length of a turn. It is short because the machine's speed drifts over seconds."""
 NOT_COUNTED = 2
-"""Steps at the start of a turn, in which the ranks come together."""
+"""Number of steps at the start of a turn that do not count, because the ranks start them at different times."""
 PROFILED_STEPS = 2000
 DEADLINE_S = 120.0
 QUICK = {"starts": 2, "pairs": 1, "ranks": [2], "step_ms": [1], "block_s": 0.02, "profiled_steps": 20}
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=8, help="of both jobs, for each size and number of ranks")
     parser.add_argument("--pairs", type=int, default=4, help="of turns, for each start")
@@ -68,19 +68,19 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a job trains."""
+    """The model and the batch that a job trains."""
 
     width: int
     depth: int
     batch: int
 
     def command(self, kind: str, num_ranks: int, folder: Path, *more: str) -> list[str]:
-        """The command line of a job, with no spare: it would not take part in a step."""
+        """Returns the command line of a job. It has no spare, which would take part in no step."""
         sizes = ["--width", str(self.width), "--depth", str(self.depth), "--batch", str(self.batch)]
         worker = [str(WORKER), "--folder", str(folder), *sizes, *more]
         ranks = ["--nproc-per-node", str(num_ranks)]
         if kind == "keepstep":
-            # A rank that waits for its turn stands between two steps, or in a step of a framework's loop.
+            # A rank waits for its turn between two steps, or in a step of a framework's loop.
             patience = ["--between-steps", str(DEADLINE_S), "--hang-floor", str(DEADLINE_S)]
             flags = [*ranks, "--spares", "0", *patience]
             return [sys.executable, "-m", "keepstep.cli.main", "run", *flags, *worker, "--keepstep"]
@@ -88,7 +88,7 @@ class Shape:
 
 
 def calibrated(step_ms: float, width: int, depth: int) -> Shape:
-    """A shape whose step takes about so long on one idle core, without DDP."""
+    """Returns a shape whose step takes about ``step_ms`` on one idle core, without DDP."""
     torch.set_num_threads(1)
     batch, taken_ms = 1, 0.0
     while True:
@@ -100,7 +100,7 @@ def calibrated(step_ms: float, width: int, depth: int) -> Shape:
 
 
 def _step_ms(training: Training, repeats: int = 9) -> float:
-    """How long a step takes in this process."""
+    """Returns the time of a step in this process, in milliseconds."""
     times = []
     for _ in range(repeats):
         begun = time.perf_counter()
@@ -110,7 +110,7 @@ def _step_ms(training: Training, repeats: int = 9) -> float:
 
 
 class Turns:
-    """One of the two jobs, standing before its next block of steps. Use it in a ``with`` block of a stack."""
+    """One of the two jobs. It waits before its next block of steps. Use it in a ``with`` block of a stack."""
 
     def __init__(
         self, command: list[str], folder: Path, num_ranks: int, stack: ExitStack, *, keeps_memory: bool = True
@@ -123,11 +123,11 @@ class Turns:
         self.job = stack.enter_context(RunningJob(command, folder, keeps_memory=keeps_memory))
         self._wait_for_all()
         self.start_s = time.monotonic() - started_s
-        """From the command until all ranks are at their first step."""
+        """Time from the command until all ranks are at their first step."""
         self._begun_s, self._cpu_before_s = time.monotonic(), self.job.cpu_now_s()
 
     def take(self) -> None:
-        """Lets every rank train one block, and waits until all stand before the next."""
+        """Lets every rank train one block, and waits until all have completed it."""
         for name, descriptor in self._pipes.items():
             if name != "arrived":
                 os.write(descriptor, b"x")
@@ -143,18 +143,18 @@ class Turns:
             os.read(self._pipes["arrived"], 1)
 
     def launcher_cpu_percent(self) -> float:
-        """Processor time of the launcher since the first turn, in percent of one core."""
+        """Returns the launcher's processor time since the first turn, in percent of one core."""
         used_s = self.job.cpu_now_s() - self._cpu_before_s
         return 100 * used_s / (time.monotonic() - self._begun_s)
 
     def blocks(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Time of each step that counts, and processor time of a step on all ranks, in milliseconds.
+        """Returns the time of each counted step, and the processor time of a step on all ranks, in milliseconds.
 
         Returns:
-            shapes [blocks, steps] (of rank 0: ranks wait for one another in every step) and [blocks].
+            arrays of shape [blocks, steps] (of rank 0: ranks wait for each other in every step) and [blocks].
 
         Raises:
-            JobFailed: steps came again, because a rank was lost or taken for lost.
+            JobFailed: steps were repeated, because a rank was lost or reported as lost.
         """
         by_rank = [np.fromfile(self.folder / f"steps-{rank}", "<i8") for rank in range(self._num_ranks)]
         if any(len(each) % (2 * block) for each in by_rank):
@@ -166,7 +166,7 @@ class Turns:
 
 
 def measure_one(shape: Shape, step_ms: int, num_ranks: int, args: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """Both jobs of one size, started several times."""
+    """Measures both jobs of one size, each started several times."""
     block = max(NOT_COUNTED + 3, round(args.block_s * 1000 / (step_ms + 1) / max(1, num_ranks - 1)))
     starts = []
     for number in range(args.starts):
@@ -184,7 +184,7 @@ def measure_one(shape: Shape, step_ms: int, num_ranks: int, args: argparse.Names
 def one_start(
     shape: Shape, num_ranks: int, block: int, num_pairs: int, number: int, root: Path, kinds: Sequence[str] = KINDS
 ) -> dict[str, dict[str, float]]:
-    """Starts a job of each kind and lets them take turns; the first turn of each is not counted.
+    """Starts a job of each kind and lets them take turns. The first turn of each does not count.
 
     Returns:
         figure -> kind of job -> its value.
@@ -202,7 +202,7 @@ def one_start(
         launcher = {kind: round(jobs[kind].launcher_cpu_percent(), 2) for kind in kinds}
         measured = {kind: [each[1:] for each in jobs[kind].blocks(block)] for kind in kinds}
         for each in jobs.values():
-            each.job.kill()  # they wait for their turn, and would be given time to end
+            each.job.kill()  # they wait for their turn, and would only end after their grace period
     return {
         "median_ms": {kind: float(np.median(measured[kind][0])) for kind in kinds},
         "tenth_ms": {kind: float(np.quantile(measured[kind][0], 0.1)) for kind in kinds},
@@ -217,11 +217,11 @@ def _median(values: Iterable[float]) -> float:
 
 
 def profiled(shape: Shape, num_ranks: int, num_steps: int, root: Path) -> list[dict[str, Any]]:
-    """Where a step's time goes in keepstep's own functions, by Python's profiler.
+    """Profiles the steps of a keepstep job with Python's profiler.
 
     Returns:
-        for each function its calls and its microseconds per step; what it calls in torch and in Python's library is
-        its own, what it calls of keepstep directly is not.
+        for each of keepstep's functions its calls and its microseconds per step. They include the functions of torch
+        and of Python's library that it calls, but not those of keepstep that it calls directly.
     """
     folder = root / "profiled"
     folder.mkdir()
@@ -261,7 +261,7 @@ def _module(path: str) -> str:
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All sizes on all numbers of ranks, and the profile of the shortest step."""
+    """Measures all sizes on all numbers of ranks, and the profile of the shortest step."""
     sizes, profiles = [], {}
     shapes = {step_ms: calibrated(step_ms, *SHAPES[step_ms]) for step_ms in args.step_ms}
     with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as name:
@@ -280,7 +280,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The tables."""
+    """Returns the tables."""
     rows = []
     for size in result["sizes"]:
         plain, kept = (size["median_ms"][kind] for kind in KINDS)
@@ -333,7 +333,7 @@ def sections(result: dict[str, Any]) -> list[Section]:
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     head = page.heading("The cost of a step without failures", result)
     shapes = "".join(
         f"* A step of {step_ms} ms: {depth} layers of {width}, AdamW.\n" for step_ms, (width, depth) in SHAPES.items()
@@ -343,7 +343,7 @@ def markdown(result: dict[str, Any], raw: str) -> str:
 
 
 def main() -> int:
-    """Measures, shows, writes."""
+    """Measures, prints the tables, and writes the page."""
     args = parse_arguments()
     console = Console()
     folder = args.results or (None if args.quick else RESULTS)

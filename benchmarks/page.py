@@ -1,6 +1,6 @@
-"""What a benchmark shows: tables on the terminal, a page in Markdown, and the raw figures as JSON.
+"""The output of a benchmark: tables on the terminal, a page in Markdown, and the raw figures as JSON.
 
-Below what all benchmarks share stand the tables of `benchmarks/recovery.py`.
+After the parts that all benchmarks share, this file contains the tables of `benchmarks/recovery.py`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).resolve().parent / "results"
-"""Where pages go, unless a user says otherwise."""
+"""The default folder for pages."""
 PARTS = ("die", "detect", "stop", "decide", "reset", "restore", "resume")
 Rows = list[list[str]]
 
 
 def parsed(parser: argparse.ArgumentParser, quick: Mapping[str, Any]) -> argparse.Namespace:
-    """The command line of a benchmark, on which ``--quick`` sets what it says in ``quick``."""
+    """Parses the command line of a benchmark. The flag ``--quick`` sets the values of ``quick``."""
     parser.add_argument("--quick", action="store_true", help="a smoke test: tiny, and its figures mean nothing")
     args = parser.parse_args()
     if args.quick:
@@ -42,7 +42,7 @@ def parsed(parser: argparse.ArgumentParser, quick: Mapping[str, Any]) -> argpars
 
 
 def provenance(script: str) -> dict[str, Any]:
-    """Where and when figures come from, and the command that measures them again."""
+    """Returns date, command and machine of a measurement."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
@@ -51,7 +51,7 @@ def provenance(script: str) -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures depend on, without the machine's name."""
+    """Returns the properties of the machine that affect the figures, without its name."""
     return {
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -72,7 +72,7 @@ def _processor() -> str:
 
 
 class Section:
-    """A titled table with notes below it, once for the terminal and once for the page."""
+    """A table with a title and notes, for the terminal and for the page."""
 
     def __init__(self, title: str, columns: Sequence[str], rows: Rows, notes: Sequence[str]) -> None:
         self.title, self.columns, self.rows, self.notes = title, columns, rows, notes
@@ -90,7 +90,7 @@ class Section:
         console.print()
 
     def markdown(self) -> str:
-        """The table as Markdown."""
+        """Returns the table as Markdown."""
         lines = [f"## {self.title}", "", "| " + " | ".join(self.columns) + " |"]
         lines.append("| --- |" + " ---: |" * (len(self.columns) - 1))
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
@@ -102,12 +102,12 @@ def measure_parts(
     args: argparse.Namespace,
     console: Console,
 ) -> dict[str, Any]:
-    """What a benchmark of several parts measures, by the name of each; only one of them where ``--only`` says so.
+    """Measures the parts of a benchmark, or only the one of ``--only``. Returns the results by name.
 
     Args:
-        parts: the letter, the name and the function of each; that is given the command line and a folder of its own.
+        parts: letter, name and function of each part. The function gets the command line and a folder.
         args: the command line.
-        console: for what is said meanwhile.
+        console: where to print the progress.
     """
     found: dict[str, Any] = {}
     for letter, name, function in parts:
@@ -128,15 +128,15 @@ def carry_out(
     folder: Path | None,
     as_json: bool = False,
 ) -> int:
-    """Measures, shows and writes: what the benchmarks have in common. Returns the exit code.
+    """Runs a benchmark: measures, prints the tables and writes the page. Returns the exit code.
 
     Args:
-        name: of the benchmark.
-        result: what is known before, with what `provenance` says.
-        measure: the rest of it.
-        sections: the tables of a result.
+        name: the name of the benchmark.
+        result: the values that are known before, with those of `provenance`.
+        measure: returns the measured values, which are added to the result.
+        sections: returns the tables of a result.
         markdown: see `write`.
-        console: for the tables, and for what is said meanwhile.
+        console: where to print the tables and the progress.
         folder: see `write`; None: no page is written.
         as_json: print the raw figures to stdout instead of the tables.
     """
@@ -163,10 +163,10 @@ def write(folder: Path, name: str, result: dict[str, Any], markdown: Callable[[d
     """Writes the page and the raw figures beside it, and returns the page's path.
 
     Args:
-        folder: made if it is not there.
-        name: of the benchmark.
-        result: its raw figures, with what `provenance` says.
-        markdown: makes the page out of the result and the name of the file with the raw figures.
+        folder: the folder, which is created if needed.
+        name: the name of the benchmark.
+        result: its raw figures, with those of `provenance`.
+        markdown: returns the page for the result and the name of the file with the raw figures.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result['date']}-{name}.md"
@@ -176,7 +176,7 @@ def write(folder: Path, name: str, result: dict[str, Any], markdown: Callable[[d
 
 
 def heading(title: str, result: dict[str, Any]) -> str:
-    """The beginning of a page: its title, the command and the machine."""
+    """Returns the beginning of a page: its title, the command and the machine."""
     machine = result["machine"]
     return f"""# {title}, {result["date"]}
 
@@ -188,7 +188,7 @@ def heading(title: str, result: dict[str, Any]) -> str:
 
 
 def measured_in(result: dict[str, Any], raw: str) -> str:
-    """The line about the run, and where its raw figures are."""
+    """Returns the line about the run and the file with its raw figures."""
     run = f"one run of {result['minutes']} minutes"
     return f"""* Everything was measured in {run}. Ratios carry over to another machine better than
   milliseconds do. Raw figures: [{raw}]({raw}).
@@ -199,7 +199,7 @@ def measured_in(result: dict[str, Any], raw: str) -> str:
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The tables of a result, as far as its parts were measured."""
+    """Returns the tables of the parts that were measured."""
     found = [_gaps(result)]
     for key, title in (
         ("keepstep", "Where keepstep's time goes"),
@@ -266,7 +266,7 @@ def _parts(title: str, series: dict[str, Any]) -> Section:
 
 
 def _five(values: list[float]) -> list[str]:
-    """Median, quartiles, 95th percentile and maximum."""
+    """Returns median, quartiles, 95th percentile and maximum."""
     if not values:
         return ["-"] * 5
     found = np.quantile(values, [0.5, 0.25, 0.75, 0.95, 1.0])
@@ -282,7 +282,7 @@ def _counted(words: list[str]) -> list[str]:
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     settings = result["settings"]
     size = f"{settings['size']} ({settings['parameters'] / 1e6:.1f} M parameters"
     job = f"""* Job: the GPT of examples/train_gpt.py, size {size},

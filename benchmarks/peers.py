@@ -1,16 +1,17 @@
-"""keepstep beside torchft, NVRx and torchrun: from the loss of a rank to the next completed step, in one run.
+"""Compares keepstep with torchft, NVRx and torchrun: the time from the loss of a rank to the next completed step.
 
     make bench-peers                              everything, in an environment with all of them; about twenty minutes
     python benchmarks/peers.py --only keepstep    one system, by the beginning of its name
     python benchmarks/peers.py --quick            a smoke test with a tiny model; nothing is written
 
-All train the same model with the same data on three ranks. The systems take turns: in each, a job starts, ranks of it
-are killed (SIGKILL) at random instants, the same ranks at the same point for all, and it ends. Turns with a stopped
-rank (SIGSTOP) follow, and at last an undisturbed job of each system, with whose parameters the others are compared.
-A fault that a system does not overcome before the deadline counts as that, and is not tried again.
+All train the same model with the same data on three ranks. The systems take turns. In each turn a job starts, the
+benchmark kills ranks of it (SIGKILL) at random times, the same ranks at the same times for all systems, and the job
+ends. Turns with a stopped rank (SIGSTOP) follow. The last job of each system is undisturbed, and the benchmark compares
+the parameters of the others with its own. If a system does not overcome a fault before the deadline, the fault counts
+as not overcome, and is not repeated.
 
-Prints a table, and writes ``benchmarks/results/DATE-peers.md``, the raw figures in a .json beside it, and the table of
-the README. The machine should have nothing else to do.
+Prints a table, and writes ``benchmarks/results/DATE-peers.md``, the raw figures in a .json beside it, and the README's
+table. The machine should have nothing else to do.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ gives other numbers.
 """
 KILLS_PER_JOB = 2
 LONG_HANG_S = 30.0
-"""A system that takes longer than this to overcome a stopped rank is asked once."""
+"""A system that takes longer than this to overcome a stopped rank gets only one such fault."""
 WORLD_SIZE = 3
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10, help="for each system and setting (default: %(default)s)")
     parser.add_argument("--hangs", type=int, default=3, help="stopped ranks, the same (default: %(default)s)")
@@ -70,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Comparison:
-    """All turns of a run."""
+    """Runs all turns."""
 
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
         self._args, self._console = args, console
@@ -102,19 +103,19 @@ class Comparison:
         }
 
     def _in_turn(self, number: int) -> list[System]:
-        """All systems, another one first each time."""
+        """Returns all systems, each time beginning with another one."""
         first = number % max(1, len(self._systems))
         return self._systems[first:] + self._systems[:first]
 
     def _one_of_each_name(self) -> list[System]:
-        """The lowest setting of each system: what a job does undisturbed does not depend on it."""
+        """Returns each system with its lowest setting. An undisturbed job does not depend on the setting."""
         return list({system.name: system for system in self._systems}.values())
 
     def _is_quick_at_hangs(self, system: System) -> bool:
         return self.hangs[system.title][0].get("gap_ms", 1000 * LONG_HANG_S) < 1000 * LONG_HANG_S
 
     def _kill(self, system: System, numbers: list[int]) -> None:
-        """Kills so many ranks, in one job if it overcomes them all."""
+        """Kills a rank for each number, in one job if it overcomes all of them."""
         while numbers:
             with _folder() as name, PeerJob(system, self._workload, Path(name)) as job:
                 while numbers:
@@ -143,7 +144,7 @@ class Comparison:
         self._digests[system.title].append(digests(job.events()))
 
     def _undisturbed(self, system: System) -> dict[str, Any]:
-        """Steps and parameters of a job without a fault, as far as the others of this system came."""
+        """Returns steps and parameters of a job without a fault, up to the last step of this system's other jobs."""
         others = [found for title, found in self._digests.items() if title.startswith(system.name)]
         last_step = max((max(each) for found in others for each in found), default=CHECKPOINT_EVERY)
         deadline_s = 10 * self._workload.deadline_s
@@ -178,12 +179,12 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def overcome(rows: list[dict[str, Any]], figure: str) -> list[float]:
-    """A figure of the faults that were overcome."""
+    """Returns a figure for each fault that was overcome."""
     return [row[figure] for row in rows if row["outcome"] == "overcome" and figure in row]
 
 
 def seconds(values: list[float]) -> str:
-    """The median and the range of milliseconds, in seconds."""
+    """Returns the median and the range of values in milliseconds, in seconds."""
     if not values:
         return "-"
     if len(values) == 1:
@@ -192,29 +193,29 @@ def seconds(values: list[float]) -> str:
 
 
 def share(values: list[dict[str, Any]]) -> str:
-    """How many faults of all were overcome."""
+    """Returns how many of all faults were overcome."""
     return f"{len(overcome(values, 'gap_ms'))} of {len(values)}"
 
 
 def steps_again(rows: list[dict[str, Any]]) -> str:
-    """The median and the maximum."""
+    """Returns the median and the maximum number of repeated steps."""
     again = overcome(rows, "steps_again")
     return f"{statistics.median(again):g} (≤ {max(again)})" if again else "-"
 
 
 def survivors_kept(rows: list[dict[str, Any]]) -> str:
-    """Of the ranks that were not killed, how many processes went on, where the kill was overcome."""
+    """Returns how many of the surviving processes continued after a kill that was overcome."""
     kept = overcome(rows, "survivors")
     return f"{sum(kept)} of {len(kept) * (WORLD_SIZE - 1)}" if kept else "-"
 
 
 def equal(row: dict[str, Any]) -> str:
-    """Jobs whose parameters were those of an undisturbed one."""
+    """Returns how many jobs had the parameters of an undisturbed one."""
     return f"{row['jobs_equal']} of {row['jobs_compared']}" if row["jobs_compared"] else "-"
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The tables."""
+    """Returns the tables."""
     killed, stopped = [], []
     for title, row in result["systems"].items():
         kills, hangs = row["kills"], row["hangs"]
@@ -245,7 +246,7 @@ def sections(result: dict[str, Any]) -> list[Section]:
 
 
 def not_overcome(result: dict[str, Any], faults: str) -> list[str]:
-    """A note on each way in which a system did not overcome its faults."""
+    """Returns a note for each kind of failure of a system to overcome its faults."""
     found: dict[str, int] = {}
     for title, row in result["systems"].items():
         for fault in row[faults]:
@@ -257,7 +258,7 @@ def not_overcome(result: dict[str, Any], faults: str) -> list[str]:
 
 
 def readme_table(result: dict[str, Any], page_name: str) -> str:
-    """The table of the README with what it says before and after, made of a result."""
+    """Returns the README's table for a result, with the text before and after it."""
     columns = (
         "",
         "kills survived",
@@ -283,14 +284,14 @@ def readme_table(result: dict[str, Any], page_name: str) -> str:
 
 
 def write_readme(path: Path, result: dict[str, Any]) -> None:
-    """Puts the table into the README, in place of the one that is there."""
+    """Replaces the table in the README."""
     table = readme_table(result, f"{result['date']}-peers.md")
     text = BLOCK.sub(lambda found: found[1] + table + found[2], path.read_text(encoding="utf-8"))
     path.write_text(text, encoding="utf-8")
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     workload = result["workload"]
     head = page.heading("keepstep and its peers", result)
     head += f"""* Job: the GPT of examples/train_gpt.py, size {workload["size"]} ({workload["parameters"] / 1e6:.1f} M
@@ -304,11 +305,11 @@ def markdown(result: dict[str, Any], raw: str) -> str:
 
 
 def main() -> int:
-    """Measures, shows, writes."""
+    """Measures, prints the tables, and writes the page."""
     args = parse_arguments()
     console = Console()
     for ending in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ending, signal.default_int_handler)  # the jobs are ended on the way out
+        signal.signal(ending, signal.default_int_handler)  # an exception, so that the jobs are ended
     parameters = sum(parameter.numel() for parameter in load_example().build_model(args.size).parameters())
     workload = {"size": args.size, "batch_size": args.batch_size, "seed": args.seed, "parameters": parameters}
     known: dict[str, Any] = {**page.provenance("peers.py"), "workload": workload}

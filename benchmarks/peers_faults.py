@@ -1,4 +1,4 @@
-"""A job of `benchmarks/peers.py`, one fault in it, and what its event files say about the time after."""
+"""Runs a job of `benchmarks/peers.py`, injects one fault, and evaluates the event files after it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from peers_systems import CHECKPOINT_EVERY, Process, System, environment
 POLL_S = 0.05
 END_DEADLINE_S = 5.0
 SETTLED_STEPS = 3
-"""So many steps lie between a recovery and the next fault at least."""
+"""Least number of steps between a recovery and the next fault."""
 
 
 class Lost(RuntimeError):
-    """The job did not do what it was waited for; the message says which of the ways it was."""
+    """The job has ended, or has passed a deadline. The message says which."""
 
 
 class PeerJob:
-    """A job under one of the systems. Use it in a ``with`` block, which ends whatever it started."""
+    """A job under one of the systems. Use it in a ``with`` block, which ends all of its processes."""
 
     def __init__(self, system: System, workload: Workload, folder: Path) -> None:
         self.folder, self._log, self._workload = folder, folder / "output.log", workload
@@ -55,7 +55,7 @@ class PeerJob:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
         psutil.wait_procs(self._processes, END_DEADLINE_S)
-        family = self._family()  # NVRx's monitors are nobody's children; their environment says whose they are
+        family = self._family()  # NVRx's monitors are no children of the job; their environment identifies it
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -70,18 +70,18 @@ class PeerJob:
         return found
 
     def events(self) -> list[Event]:
-        """All events so far."""
+        """Returns all events so far."""
         return read_events(self.folder)
 
     def workers(self) -> dict[int, int]:
-        """rank -> process id, as each rank's newest process said it."""
+        """Returns rank -> process id, from the events of each rank's newest process."""
         return {event.rank: int(event.value) for event in self.events() if event.what == "start"}
 
     def wait_until(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
         """Waits while a process of the job runs.
 
         Raises:
-            Lost: all have ended, or the deadline has come.
+            Lost: all have ended, or the deadline has passed.
         """
         end_s = time.monotonic() + deadline_s
         while not condition():
@@ -92,17 +92,17 @@ class PeerJob:
             time.sleep(POLL_S)
 
     def said(self) -> str:
-        """What the job said of the error that ended it."""
+        """Returns the job's output about the error that has ended it."""
         return last_words(tail(self._log, 400))
 
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """The first step that all ranks of a world completed.
+    """The first step after a fault that all ranks of a world have completed.
 
     Attributes:
-        at_s: when the last of them had completed it.
-        step: which it was.
+        at_s: when the last rank completed it.
+        step: its number.
     """
 
     at_s: float
@@ -110,13 +110,13 @@ class Resumed:
 
 
 def resumed(events: list[Event], after_attempt: int, smallest_world: int, world_size: int) -> Resumed | None:
-    """The first step after a recovery, or None if there is none so far.
+    """Returns the first step after a recovery, or None if there is none so far.
 
     Args:
-        events: as `read_events` gives them.
-        after_attempt: steps of later attempts count.
-        smallest_world: in how large a world at least.
-        world_size: of a rank that has written down no other.
+        events: as `read_events` returns them.
+        after_attempt: only steps of later attempts count.
+        smallest_world: the least world size that counts.
+        world_size: the world size of a rank that has recorded no other.
     """
     worlds: dict[int, int] = {}
     firsts: dict[tuple[int, int], dict[int, Event]] = {}
@@ -136,7 +136,7 @@ def resumed(events: list[Event], after_attempt: int, smallest_world: int, world_
 
 
 def has_settled(job: PeerJob, world_size: int) -> bool:
-    """Whether the whole world has trained a little since the last recovery, and a checkpoint has been written."""
+    """Returns whether the whole world has trained some steps since the last recovery, and has written a checkpoint."""
     events = job.events()
     attempt = latest_attempt(events)
     steps: dict[int, list[float]] = {}
@@ -148,19 +148,19 @@ def has_settled(job: PeerJob, world_size: int) -> bool:
 
 
 def latest_attempt(events: list[Event]) -> int:
-    """The newest attempt, generation, iteration or quorum."""
+    """Returns the number of the newest attempt, generation, iteration or quorum."""
     return max((event.attempt for event in events), default=0)
 
 
 def strike(job: PeerJob, workload: Workload, sent: signal.Signals, number: int, whole: bool) -> dict[str, Any]:
-    """Sends a signal to a random rank at a random instant, and returns what it cost.
+    """Sends a signal to a random rank at a random time, and returns the cost of this fault.
 
     Args:
-        job: in which.
-        workload: what it trains, and how long any one wait may last.
+        job: the job.
+        workload: its training, and the limit for each wait.
         sent: SIGKILL or SIGSTOP.
-        number: of the fault; rank and instant depend on it alone, so that all systems lose the same one at the same
-            moment. Three faults in a row meet three ranks.
+        number: the number of the fault. Rank and time depend only on it, so that all systems lose the same rank at the
+            same time. Three consecutive faults hit three ranks.
         whole: wait until the whole world trains again.
     """
     seed, world_size = f"{workload.seed} {sent.name}", workload.world_size
@@ -215,7 +215,7 @@ def _aftermath(job: PeerJob, workload: Workload, rank: int, at_s: float, whole: 
 
 
 def digests(events: list[Event]) -> dict[int, set[int]]:
-    """step -> hashes of the parameters that ranks of the newest attempt wrote down after it; one if they agree."""
+    """Returns step -> the hashes of the parameters that ranks of the newest attempt recorded after it; one if equal."""
     found: dict[int, set[int]] = {}
     steps: dict[int, int] = {}
     attempt = latest_attempt(events)
@@ -228,7 +228,7 @@ def digests(events: list[Event]) -> dict[int, set[int]]:
 
 
 def last_words(said: str) -> str:
-    """The last line of an output that names an error, or its last line."""
+    """Returns the last line of an output that contains an error, or else its last line."""
     lines = [line.strip(" |") for line in said.splitlines() if line.strip(" |")]
     errors = [line for line in lines if re.search(r"\w(Error|Exception|Aborted)\b|ERROR|panicked", line)]
     return f"`{(errors or lines or ['nothing'])[-1][:160].replace('`', '')}`"

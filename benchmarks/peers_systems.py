@@ -1,7 +1,7 @@
-"""The systems that `benchmarks/peers.py` compares: how a job starts under each, and with which settings.
+"""The systems that `benchmarks/peers.py` compares: the commands and settings of a job under each.
 
-Each has its default, as its own example or README starts it, and the lowest practical setting: the shortest intervals
-and timeouts under which a job of this benchmark still runs undisturbed on a busy machine of two cores.
+Each has two settings: the default of its own example or README, and the lowest practical one, with the shortest
+intervals and timeouts under which a job of this benchmark still runs undisturbed on a busy machine with two cores.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jobs import Workload
 
 HERE = Path(__file__).resolve().parent
 CHECKPOINT_EVERY = 10
-"""Steps between two checkpoints, under the systems that need one."""
+"""Steps between two checkpoints, for systems that need checkpoints."""
 DIGEST_EVERY = 10
 NUM_RESERVES = 2
-"""Processes that NVRx keeps in reserve: it starts no new ones, so a job needs one for each kill."""
+"""Number of processes that NVRx keeps in reserve. It starts no new ones, so a job needs one for each kill."""
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 NVRX_LOWEST = {
     "monitor_thread_interval": 0.1,
@@ -39,7 +39,7 @@ NVRX_LOWEST = {
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """One command of a job, and what it has in its environment besides what all have."""
+    """One command of a job, with its own environment variables."""
 
     command: list[str]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -47,14 +47,14 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """One system at one setting.
+    """One system with one setting.
 
     Attributes:
-        name: as a user knows it.
+        name: the system's public name.
         setting: "default" or "lowest".
-        packages: what has to be installed.
+        packages: the packages that it needs.
         says: the setting in words, with its source.
-        start: gives the commands of a job whose files go to the folder.
+        start: returns the commands of a job that writes its files to a folder.
     """
 
     name: str
@@ -65,11 +65,11 @@ class System:
 
     @property
     def title(self) -> str:
-        """Name and setting."""
+        """Its name and setting."""
         return f"{self.name}, {self.setting}"
 
     def missing(self) -> str | None:
-        """Why it cannot be measured here; None if it can."""
+        """Returns why it cannot be measured here; None if it can."""
         for package in self.packages:
             try:
                 importlib.metadata.version(package)
@@ -132,7 +132,7 @@ def _nvrx(wrapper: dict[str, float]) -> Callable[[Workload, Path], list[Process]
 
 
 def _free_ports(num: int) -> int:
-    """The first of so many neighbouring ports that nothing listens on now."""
+    """Returns the first of ``num`` consecutive ports on which no process listens at the moment."""
     while True:
         with socket.socket() as first:
             first.bind(("127.0.0.1", 0))
@@ -201,7 +201,7 @@ SYSTEMS = [
 
 
 def versions() -> dict[str, str]:
-    """Of all packages that the systems are made of, as far as they are installed."""
+    """Returns the versions of the systems' packages that are installed."""
     found = {}
     for package in sorted({"torch", "keepstep", *(package for system in SYSTEMS for package in system.packages)}):
         try:
@@ -212,7 +212,7 @@ def versions() -> dict[str, str]:
 
 
 def environment(folder: Path, process: Process) -> dict[str, str]:
-    """What a process of a job finds in its environment; TMPDIR says which job it belongs to."""
+    """Returns the environment of a process of a job. TMPDIR identifies the job."""
     own = dict(os.environ)  # environ: the job inherits it
     own.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
     return own | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **process.environment}

@@ -1,10 +1,10 @@
-"""How long a recovery takes, and where its time goes.
+"""Time of a recovery, and of its parts.
 
     python benchmarks/recovery.py                 about two minutes on two idle cores
     python benchmarks/recovery.py --quick         a smoke test with a tiny model; nothing is written
 
-Ranks of a keepstep job are killed at random instants (kills_keepstep.py). What being able to recover costs while
-nothing fails is in `benchmarks/overhead.py`, and how other systems recover in `benchmarks/peers.py`.
+The benchmark kills ranks of a keepstep job at random times (kills_keepstep.py). `benchmarks/overhead.py` measures the
+overhead without failures, and `benchmarks/peers.py` the recovery of other systems.
 
 Prints tables, and writes ``benchmarks/results/DATE-recovery.md`` with the raw figures in a .json beside it. The machine
 should have nothing else to do.
@@ -28,7 +28,7 @@ QUICK = {"kills": 2, "hurried_kills": 1, "size": "small"}
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="kills with a warm spare there (default: %(default)s)")
     parser.add_argument(
@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Both series, one after the other."""
+    """Measures both series, one after the other."""
     workload = Workload(args.size, args.batch_size, 3, args.seed, args.deadline)
     console.print(f"{args.kills} kills, each with a warm spare there ...", highlight=False)
     parts = {"keepstep": kills_keepstep.measure(workload, args.kills, wait_for_spare=True)}
@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measures, shows, writes."""
+    """Measures, prints the tables, and writes the page."""
     args = parse_arguments()
     console = Console()
     example = load_example()

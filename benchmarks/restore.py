@@ -1,10 +1,10 @@
-"""How long a replacement waits for its state, and how far that is from what this machine can do.
+"""Time to restore the state of a replacement, compared with the limits of this machine.
 
     python benchmarks/restore.py            100 million parameters with Adam, two live holders, one replacement
     python benchmarks/restore.py --quick    a smoke test with a tiny model; nothing is written
 
-Three ranks, each a process with one thread for torch; two hold the state, the third gets it, again and again. Between
-the restores, in the same processes: the floors of this machine, and what one would do without keepstep.
+There are three ranks, each a process with one thread for torch. Two hold the state, the third receives it, repeatedly.
+Between the restores the same processes measure the floors of this machine, and the ways without keepstep.
 
 Prints a table, and writes ``benchmarks/results/DATE-restore.md`` with the raw figures in a .json beside it.
 """
@@ -45,7 +45,7 @@ NUM_RANKS, RECEIVER = 3, 2
 ROUTE = Transfer((0, 1), (RECEIVER,))
 GIB = 1 << 30
 PIECE_BYTES = 8 << 20
-"""Of the gloo floor; it is quicker with these than with smaller ones."""
+"""Size of a piece in the gloo floor. It is faster with these than with smaller ones."""
 DEADLINE_S = 300.0
 
 WAYS = {
@@ -58,11 +58,11 @@ WAYS = {
 
 
 class Rank:
-    """One process and its objects."""
+    """One rank's process."""
 
     def __init__(self, rank: int, width: int, folder: Path) -> None:
         torch.set_num_threads(1)
-        torch.manual_seed(int(rank == RECEIVER))  # the holders hold the same
+        torch.manual_seed(int(rank == RECEIVER))  # the holders hold the same state
         sizes = itertools.cycle([(width, 4 * width), (4 * width, width)])
         self.model = torch.nn.Sequential(*(torch.nn.Linear(*next(sizes)) for _ in range(24)))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
@@ -83,11 +83,11 @@ class Rank:
 
     @property
     def num_bytes(self) -> int:
-        """Of the state."""
+        """The size of the state."""
         return sum(view.numel() for view in self.views)
 
     def carry_out(self, way: str) -> float:
-        """One way, begun by all ranks together; seconds until it is done here."""
+        """Runs one way, which all ranks begin together. Returns the seconds until it is complete on this rank."""
         neighbour.reach = self._reach if way == "restore" else lambda place: None
         if self.rank == RECEIVER and not way.startswith("floor"):
             for view in self.views:
@@ -108,7 +108,7 @@ class Rank:
         return seconds
 
     def restore(self) -> None:
-        """What a recovery does."""
+        """Restores the state as a recovery does."""
         way = StateTransport(dist.group.WORLD, self.stop)
         if self.rank == RECEIVER:
             receive_state(self.state, 1, self.rank, ROUTE, way, lambda: None)
@@ -117,13 +117,13 @@ class Rank:
             send_state(header, [block.held for block in blocks], self.rank, ROUTE, way, self.source, lambda: None)
 
     def copy(self) -> None:
-        """Every byte once, here."""
+        """Copies every byte once, on this rank."""
         if self.rank == RECEIVER:
             for spare, view in zip(self.spare, self.views, strict=True):
                 spare.copy_(view)
 
     def exchange(self) -> None:
-        """Every byte once, from the holders in turn."""
+        """Sends every byte once, from the holders in turn."""
         works: list[Any] = []
         for number, piece in enumerate(piece for view in self.spare for piece in view.split(PIECE_BYTES)):
             holder = number % RECEIVER
@@ -137,7 +137,7 @@ class Rank:
             work.wait()
 
     def checkpoint(self) -> None:
-        """What a restart does, with a disk as fast as memory."""
+        """Loads a checkpoint as a restart does, from files in memory."""
         if self.rank == 0:
             torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, self.file)
         dist.barrier()
@@ -149,12 +149,12 @@ class Rank:
             self.views = [byte_view(tensor) for _name, tensor in self.state.live_tensors()]
 
     def digest(self) -> str:
-        """Of the whole state."""
+        """Returns a digest of the whole state."""
         return digest_of(self.state.live_tensors(), b"")
 
 
 def take_part(rank: int, width: int, folder: Path, runs: int, answers: Connection) -> None:
-    """A process: every way in turn, a first time that does not count, and then ``runs`` times."""
+    """Runs every way in turn, first once without counting it, and then ``runs`` times. Runs in a process of a rank."""
     here = Rank(rank, width, folder)
     measured: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(runs + 1):
@@ -166,10 +166,10 @@ def take_part(rank: int, width: int, folder: Path, runs: int, answers: Connectio
 
 
 def measure(width: int, runs: int) -> dict[str, Any]:
-    """All ways.
+    """Measures all ways.
 
     Raises:
-        JobFailed: a process ended early, or what came is not what was sent.
+        JobFailed: a process ended early, or the received state differs from the sent one.
     """
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         ends, processes = [], []
@@ -203,7 +203,7 @@ def _next(end: Connection) -> Any:
 
 
 def section(result: dict[str, Any]) -> Section:
-    """The table."""
+    """Returns the table."""
     medians = {way: statistics.median(seconds) for way, seconds in result["seconds"].items()}
     rows = []
     for way, seconds in result["seconds"].items():
@@ -216,7 +216,7 @@ def section(result: dict[str, Any]) -> Section:
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     setup = (
         f"* {result['gib']:.3g} GiB: 24 linear layers of width {result['width']} and four times that, with AdamW; two\n"
         "  live holders, one replacement, each in a process with one thread for torch.\n"
@@ -226,7 +226,7 @@ def markdown(result: dict[str, Any], raw: str) -> str:
 
 
 def main() -> int:
-    """Measures, shows, writes."""
+    """Measures, prints the tables, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1024, help="of the layers (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=10, help="of each way (default: %(default)s)")

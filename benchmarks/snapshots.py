@@ -1,17 +1,17 @@
-"""What snapshots in memory cost, and how fast a lost shard without a replica comes back from one.
+"""Cost of snapshots in memory, and time to restore a lost shard without a replica from one.
 
     python benchmarks/snapshots.py                everything; about fifteen minutes on two idle cores
     python benchmarks/snapshots.py --only a       the cost alone
     python benchmarks/snapshots.py --quick        a smoke test; nothing is written
 
-a: four ranks, each of which holds its part of 50 M parameters with Adam's state, train steps of about 100 and 500 ms:
-without snapshots, with one in each step, and with one in every tenth. The jobs are there at once and take turns.
-Forward and backward communicate nothing: what a copy takes is taken from computing. Beside it stands the floor: what
-copying and hashing the same bytes takes when all ranks do it at once on the same cores and do nothing else.
+a: four ranks, each with its part of 50 M parameters with Adam's state, train steps of about 100 and 500 ms: without
+snapshots, with one in each step, and with one in every tenth. The jobs run at the same time and take turns. Forward and
+backward do not communicate, so the time of a copy is taken from computing. The floor is the time to copy and hash the
+same bytes if all ranks do it at once on the same cores and do nothing else.
 
-b: FSDP2 on four ranks with 50 M parameters loses ranks (snapshots_kills.py): under keepstep, where each comes back from
-its snapshot; and under torchrun with an asynchronous checkpoint of torch's DCP in each step, where all start again. DDP
-under keepstep stands beside them.
+b: FSDP2 on four ranks with 50 M parameters loses ranks (snapshots_kills.py): under keepstep, where each lost rank is
+restored from its snapshot; and under torchrun with an asynchronous checkpoint of torch's DCP in each step, where all
+ranks restart. DDP under keepstep is measured, too.
 
 Prints tables, and writes ``benchmarks/results/DATE-snapshots.md`` with the raw figures in a .json beside it.
 """
@@ -43,9 +43,9 @@ from keepstep.protocol.snapshots import fewest_steps
 
 RANKS, CORES_OF_A_RANK = 4, 0.5
 WIDTH, DEPTH = 1024, 12
-"""Of a rank's part: 12.6 M parameters."""
+"""Width and depth of a rank's part of the model: 12.6 M parameters."""
 BLOCK = 22
-"""Steps in a turn: those in which ranks come together, and a multiple of the longest interval."""
+"""Steps in a turn: those that do not count at its start, and a multiple of the longest interval between snapshots."""
 EVERY = {"none": "off", "each step": "1", "each tenth step": "10"}
 STEP_MS = (100, 500)
 CHUNK_BYTES = 1 << 20
@@ -61,7 +61,7 @@ QUICK = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("a", "b"))
     parser.add_argument("--starts", type=int, default=3, help="of the jobs of a (default: %(default)s)")
@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def cost(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All lengths of steps."""
+    """Measures all lengths of steps."""
     num_bytes = 3 * 4 * args.depth * (args.width + 1) * args.width  # parameters and two moments, float32
     return {
         "num_bytes": num_bytes,
@@ -88,7 +88,7 @@ def cost(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def cost_of(step_ms: int, args: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """One length of steps: milliseconds of a step, by start and by how often a snapshot is taken."""
+    """Measures one length of steps. Returns the milliseconds of a step for each start and interval of snapshots."""
     shape = calibrated(step_ms * CORES_OF_A_RANK, args.width, args.depth)
     starts = []
     for number in range(args.starts):
@@ -98,7 +98,7 @@ def cost_of(step_ms: int, args: argparse.Namespace, root: Path) -> dict[str, Any
 
 
 def one_start(shape: Shape, num_turns: int, number: int, root: Path) -> dict[str, Any]:
-    """Starts all jobs and lets them take turns; the first turn of each is not counted."""
+    """Starts all jobs and lets them take turns. The first turn of each does not count."""
     with ExitStack() as stack:
         jobs = {}
         for name, every in (EVERY | {"auto": "auto"}).items():
@@ -120,7 +120,7 @@ def one_start(shape: Shape, num_turns: int, number: int, root: Path) -> dict[str
 
 
 def floor_ms(num_bytes: int, repeats: int = 7) -> float:
-    """How long all ranks take at once to copy and hash so many bytes each, piece by piece; the median of some times."""
+    """Returns how long all ranks take, at the same time, to copy and hash ``num_bytes`` each: the median of repeats."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(RANKS)
     with context.Pool(RANKS, _share_barrier, (barrier,)) as pool:
@@ -188,19 +188,19 @@ PARTS = (("a", "cost", cost), ("b", "kills", snapshots_kills.measure))
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The tables of the parts that were measured."""
+    """Returns the tables of the parts that were measured."""
     made = {"cost": _cost_section, "kills": snapshots_kills.section}
     return [make(result[name]) for name, make in made.items() if name in result]
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     head = page.heading("Snapshots in memory", result) + page.measured_in(result, raw) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 
 def main() -> int:
-    """Measures, shows, writes."""
+    """Measures, prints the tables, and writes the page."""
     args = parse_arguments()
     console = Console()
     folder = args.results or (None if args.quick else RESULTS)

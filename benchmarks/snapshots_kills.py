@@ -1,7 +1,7 @@
-"""Part b of `benchmarks/snapshots.py`: a rank of FSDP2 is killed, whose shard no other rank holds.
+"""Part b of `benchmarks/snapshots.py`: kills a rank of FSDP2, whose shard no other rank holds.
 
-Under keepstep it comes back from its snapshot in memory, under torchrun all ranks start again from DCP's newest
-checkpoint. Every series is a job of its own, one after the other.
+Under keepstep the rank is restored from its snapshot in memory; under torchrun all ranks restart from DCP's newest
+checkpoint. Every series is a separate job, one after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from page import Section
 WORKER = Path(__file__).with_name("train_sharded.py")
 RANKS = 4
 STEPS_BEFORE = 5
-"""That all ranks complete before the next kill, and before the end: a spare has come to where it waits by then."""
+"""Steps that all ranks complete before the next kill, and before the end. By then a new spare is warm."""
 DEADLINE_S = 180.0
 SERIES = {
     "keepstep, FSDP2, model before the mesh": ("--keepstep",),
@@ -34,7 +34,7 @@ SERIES = {
 
 
 def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """One series after the other."""
+    """Measures one series after the other."""
     found = {}
     for number, name in enumerate(args.series):
         folder = root / str(number)
@@ -44,7 +44,7 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
 
 
 def one_series(options: tuple[str, ...], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One job, and what each kill in it cost. Its model has ``args.depth`` blocks for each rank."""
+    """Runs one job, and returns the cost of each kill in it. Its model has ``args.depth`` blocks for each rank."""
     sizes = ["--width", str(args.width), "--depth", str(args.depth * RANKS), "--seed", str(args.seed)]
     worker = [str(WORKER), "--events", str(folder), *sizes, *options]
     report = folder / "report.json"
@@ -59,14 +59,14 @@ def one_series(options: tuple[str, ...], args: argparse.Namespace, folder: Path)
     chance = random.Random(args.seed)
     with RunningJob(command, folder) as job:
         kills = [kill(job, chance) for _ in range(args.kills)]
-        some_steps(job)  # the report has heard of the last recovery's first step by then
+        some_steps(job)  # by then the report contains the first step of the last recovery
     steps_s = step_intervals_s(read_events(folder), after_step=2)
     parts = _parts(report) if report.exists() else []
     return {"kills": kills, "parts": parts, "step_ms": 1000 * statistics.median(steps_s)}
 
 
 def kill(job: RunningJob, chance: random.Random) -> dict[str, Any]:
-    """Kills a rank at a random instant of a step, and waits until all have completed another."""
+    """Kills a rank at a random time in a step, and waits until all have completed another step."""
     some_steps(job)
     events = read_events(job.folder)
     time.sleep(chance.uniform(0.0, statistics.median(step_intervals_s(events))))
@@ -90,7 +90,7 @@ def some_steps(job: RunningJob) -> None:
 
 
 def _num_completed(events: list[Event], after: int | None = None) -> int:
-    """Steps that every rank has completed in the newest attempt, or in those after one."""
+    """Returns how many steps every rank has completed in the newest attempt, or in all attempts after a given one."""
     if after is None:
         after = max((event.attempt for event in events), default=0) - 1
     of_ranks = [event.rank for event in events if event.what == "step" and event.attempt > after]
@@ -98,9 +98,9 @@ def _num_completed(events: list[Event], after: int | None = None) -> int:
 
 
 def _parts(report: Path) -> list[dict[str, float]]:
-    """Of each recovery: milliseconds from the loss, without the first step's own time, and how long state moved.
+    """Returns for each recovery its milliseconds, without the first step's own time, and the time of its transfers.
 
-    One that another loss cut short has no end of its own.
+    A recovery that another loss has superseded has no end of its own.
     """
     recoveries = json.loads(report.read_text(encoding="utf-8"))["recoveries"]
     recoveries = [each for each in recoveries if not each["superseded"]]
@@ -109,7 +109,7 @@ def _parts(report: Path) -> list[dict[str, float]]:
 
 
 def section(result: dict[str, Any]) -> Section:
-    """The table."""
+    """Returns the table."""
     rows = []
     for name, series in result.items():
         gaps_ms = [each["gap_ms"] for each in series["kills"]]

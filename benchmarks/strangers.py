@@ -1,10 +1,10 @@
-"""What connections of strangers do to a controller and to the agents that it serves.
+"""Effect of unauthenticated clients (strangers) on a controller and on the agents that it serves.
 
     python benchmarks/strangers.py               each kind of stranger in turn; about three minutes
     python benchmarks/strangers.py --quick       a smoke test with few of them; nothing is written
 
-The controller's end of the transport runs in a process of its own, with TLS on the loopback interface. One agent is
-connected before the strangers come and asks for the time ten times a second; another one comes after them. Measured:
+The controller's end of the transport runs in a separate process, with TLS on the loopback interface. One agent connects
+before the strangers and asks for the time ten times a second; another one connects after them. The benchmark measures
 when the controller has ended the strangers' connections, how many descriptors and how much memory they took at most,
 how long the first agent waited for its answers, and how long the second one took to connect.
 """
@@ -49,7 +49,7 @@ KINDS = {
 }
 COUNTS = {NONE: 0, GARBAGE: 2000, HALF: 2000, SILENT: 10_000, TLS: 500, FRAMES: 100}
 FEW_FILES = 1024
-"""A limit on open files that the strangers exceed, in one more round of silence."""
+"""Limit of open files, which the strangers exceed in one more round of silent connections."""
 FIRST_BYTES = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 LARGE_FRAME = b"\xff\xff\xff\0\0\0\0\0\1" + b"\0\x40\0\0\0" + b"x" * 65536
@@ -58,7 +58,7 @@ CALM_S = 2.0
 
 
 async def serve(secret: Secret) -> None:
-    """The controller's end, in a process of its own: answers questions for the time until it is killed."""
+    """Runs the controller's end in a separate process. It answers requests for the time until it is killed."""
     connections = RpcNodeConnections(lambda token: check(secret, token).name, lambda address, why: None)
     print(await connections.start("127.0.0.1", 0, certificates.server(secret)), flush=True)
     while True:
@@ -79,7 +79,7 @@ class Agent:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Connects and asks, until the block ends."""
+        """Connects and sends requests until the ``with`` block ends."""
         tasks = [asyncio.create_task(each) for each in (self._connection.run(), self._ask(), self._hear())]
         try:
             yield
@@ -104,7 +104,7 @@ class Agent:
 
 
 async def stranger(kind: str, port: int, ended_s: list[float]) -> None:
-    """One connection, held until the controller ends it."""
+    """Opens one connection, and holds it until the controller ends it."""
     tls = None
     if kind in (TLS, FRAMES):
         tls = ssl.create_default_context()
@@ -120,7 +120,7 @@ async def stranger(kind: str, port: int, ended_s: list[float]) -> None:
 
 
 async def strike(kind: str, count: int, port: int, secret: Secret, server: psutil.Process) -> dict[str, Any]:
-    """One kind of stranger: so many at once."""
+    """Measures ``count`` strangers of one kind at once."""
     early, late = Agent(port, secret, "early"), Agent(port, secret, "late")
     ended_s: list[float] = []
     most_files = most_rss = 0
@@ -152,7 +152,7 @@ async def strike(kind: str, count: int, port: int, secret: Secret, server: psuti
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Every kind, each on a controller of its own."""
+    """Measures every kind, each with a new controller."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     rounds = [(kind, round(count * args.share), hard) for kind, count in COUNTS.items()]
@@ -173,7 +173,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The table of a result."""
+    """Returns the table of a result."""
     rows = []
     for each in result["rounds"]:
         ended = (
@@ -194,7 +194,7 @@ def sections(result: dict[str, Any]) -> list[Section]:
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     head = page.heading("Strangers at a controller's port", result)
     return "\n".join([head + page.measured_in(result, raw), *(section.markdown() for section in sections(result))])
 

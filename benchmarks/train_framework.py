@@ -1,7 +1,7 @@
 """The worker of `frameworks.py`: one model in the loop of a framework, under torchrun or, with --keepstep, keepstep.
 
-Between the two only the lines differ that a user's script would differ in. How its steps are written down, and when a
-block of them begins, is `train_timed.py`'s.
+The two variants differ only in the lines that a user would change. `train_timed.py` records the steps, and begins the
+blocks of steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import keepstep
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """As many as a training takes, all alike: reading them takes no time."""
+    """The rows of a training. All are equal, so that reading them takes no time."""
 
     def __init__(self, width: int) -> None:
         self._row = torch.randn(width)
@@ -35,7 +35,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 class Model(nn.Module):
-    """Gives a loss, as models of Transformers do."""
+    """A model that returns a loss, as models of Transformers do."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 def with_transformers(args: argparse.Namespace) -> None:
-    """Hugging Face's Trainer."""
+    """Trains with Hugging Face's Trainer."""
     if args.keepstep:
         keepstep.init(seed=0)
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -83,14 +83,14 @@ def with_transformers(args: argparse.Namespace) -> None:
 
 
 class _Few(Rows):
-    """Where all of an epoch's numbers are listed at its beginning."""
+    """Fewer rows, for frameworks that list all indices of an epoch at its begin."""
 
     def __len__(self) -> int:
         return 2_000_000
 
 
 def with_accelerate(args: argparse.Namespace) -> None:
-    """Accelerate, with a loop of the user's."""
+    """Trains with Accelerate, in the user's own loop."""
     from accelerate import Accelerator
 
     if args.keepstep:
@@ -121,7 +121,7 @@ def with_accelerate(args: argparse.Namespace) -> None:
 
 
 def with_lightning(args: argparse.Namespace) -> None:
-    """Lightning's Trainer."""
+    """Trains with Lightning's Trainer."""
     import lightning
 
     strategy: Any = "ddp"
@@ -147,7 +147,7 @@ def with_lightning(args: argparse.Namespace) -> None:
         times: Times
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            # Not at the end of a batch: what a callback does there is a unit of its own, which not every script has.
+            # Not at the end of a batch: a callback there is a step of its own, which not every script has.
             if batch_idx == 0:
                 self.times = Times(args.folder, trainer.global_rank, args.block)
             else:
@@ -156,7 +156,7 @@ def with_lightning(args: argparse.Namespace) -> None:
 
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),  # environ: how both launchers tell it
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),  # environ: both launchers set it
         strategy=strategy,
         max_steps=args.steps,
         logger=False,
@@ -169,7 +169,7 @@ def with_lightning(args: argparse.Namespace) -> None:
 
 
 def with_fabric(args: argparse.Namespace) -> None:
-    """Lightning Fabric, with a loop of the user's."""
+    """Trains with Lightning Fabric, in the user's own loop."""
     from lightning.fabric import Fabric
 
     strategy: Any = "ddp"
@@ -177,7 +177,7 @@ def with_fabric(args: argparse.Namespace) -> None:
         from keepstep.integrations.lightning import KeepstepFabricStrategy
 
         strategy = KeepstepFabricStrategy()
-    devices = int(os.environ["LOCAL_WORLD_SIZE"])  # environ: how both launchers tell it
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])  # environ: both launchers set it
     fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
     fabric.launch()
     bare = Model(args.width, args.depth)

@@ -1,8 +1,8 @@
 """The worker of `benchmarks/peers.py` under NVRx: the step of `train_plain.py` in NVRx's in-process restart.
 
-Written as its advanced example is: model and optimizer are made once, the wrapped function joins a process group, loads
-the last checkpoint and trains; at a failure the survivors, and a process in reserve, call it again. The processes are
-started without torchrun, for that ends all of them when one dies.
+It is written like NVRx's advanced example: the script makes model and optimizer once, and the wrapped function joins a
+process group, loads the last checkpoint and trains. After a failure the survivors, and a process in reserve, call it
+again. The processes start without torchrun, which would end all of them when one dies.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def train(
     args: argparse.Namespace,
     call_wrapper: Optional[inprocess.CallWrapper] = None,  # noqa: UP045 - NVRx looks for one of just this type
 ) -> None:
-    """The wrapped function; NVRx fills in the last argument."""
+    """Trains. This is the wrapped function: NVRx passes the last argument."""
     assert call_wrapper is not None
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # environ: NVRx says it there
     dist.init_process_group(
@@ -54,7 +54,7 @@ def train(
 
 
 def main() -> None:
-    """Trains as long as the benchmark lets it."""
+    """Trains until the benchmark ends the process."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     parser = make_parser()
     parser.add_argument("--active", type=int, required=True, help="ranks that train; the others are in reserve")

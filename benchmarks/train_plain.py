@@ -1,17 +1,17 @@
 """The worker of `recovery.py` and `peers.py`: one step in a loop, under torchrun or, with --keepstep, under keepstep.
 
-Model, optimizer, schedule and data are those of `examples/train_gpt.py`; the step itself is `train_step`, the same
-lines for both. What differs is what the user's script would differ in: `train_plain` joins a gloo group and, with
---checkpoint, saves every few steps and loads at the start; `train_kept` has init, protect and the step loop.
+Model, optimizer, schedule and data are those of `examples/train_gpt.py`. Both variants share the step, `train_step`.
+They differ only in the lines that a user would change: `train_plain` joins a gloo group and, with --checkpoint, saves
+every few steps and loads at the start; `train_kept` has init, protect and the step loop.
 
-Each rank appends to a file ``events-RANK`` in --events, a line of words for each thing that happened:
+Each rank appends to a file ``events-RANK`` in --events, one line for each event:
 
     ATTEMPT start PID AT CPU      the process has a rank
     ATTEMPT step INDEX AT CPU     it completed a step
     ATTEMPT save MS AT CPU        rank 0 wrote a checkpoint
     ATTEMPT moved MS AT CPU       from the first bucket of state to the last one that it received or sent
-    ATTEMPT world SIZE AT CPU     from the next step on so many ranks train; written when it changes
-    ATTEMPT digest HASH AT CPU    of the parameters after the last step, with --digest-every
+    ATTEMPT world SIZE AT CPU     number of ranks that train from the next step on; written when it changes
+    ATTEMPT digest HASH AT CPU    hash of the parameters after the last step, with --digest-every
 
 ATTEMPT counts restarts under torchrun and generations under keepstep; AT is the machine's monotonic clock and CPU the
 processor time of the process so far, both in seconds.
@@ -39,13 +39,13 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 
 
 def load_example() -> ModuleType:
-    """`examples/train_gpt.py` as a module."""
+    """Returns `examples/train_gpt.py` as a module."""
     sys.path.append(str(EXAMPLE.parent))
     return importlib.import_module(EXAMPLE.stem)
 
 
 class Events:
-    """One rank's lines; each is one write to a file opened for appending, so a killed process leaves whole lines."""
+    """The event file of one rank. Each line is one write in append mode, so a killed process leaves complete lines."""
 
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
         self.attempt = attempt
@@ -53,17 +53,17 @@ class Events:
         self.note("start", os.getpid())
 
     def note(self, what: str, value: object) -> None:
-        """Appends a line with the time of now."""
+        """Appends a line with the current time."""
         os.write(self._file, f"{self.attempt} {what} {value} {time.monotonic()!r} {time.process_time()!r}\n".encode())
 
 
 class Job:
-    """What all variants train.
+    """The training of all variants.
 
     Args:
         args: the command line.
-        wrap: what the model is wrapped in.
-        world_size: how many ranks share the data; that of torch.distributed unless given.
+        wrap: wraps the model.
+        world_size: how many ranks share the data; by default the world size of torch.distributed.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Job:
         self.events: Events | None = None
 
     def begin(self, rank: int, attempt: int) -> None:
-        """The rank is known."""
+        """Opens the event file, when the rank is known."""
         self.events = Events(self.args.events, rank, attempt)
 
     def train_step(self, step: int, rank: int) -> None:
-        """The step, as in the example."""
+        """Runs a step, as in the example."""
         loss = self.model(*self.data.batch(step, rank))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -100,7 +100,7 @@ class Job:
         self.optimizer.zero_grad()
 
     def completed(self, step: int) -> None:
-        """Writes down a step, and now and then what the parameters are after it."""
+        """Records a completed step, and with --digest-every the digest of the parameters after it."""
         assert self.events is not None
         self.events.note("step", step)
         if self.args.digest_every and (step + 1) % self.args.digest_every == 0:
@@ -108,7 +108,7 @@ class Job:
 
 
 def digest(model: nn.Module) -> int:
-    """A hash of all parameters, of 52 bits, so that a float holds it."""
+    """Returns a hash of all parameters with 52 bits, so that a float can hold it."""
     hashed = xxhash.xxh3_64()
     for parameter in model.parameters():
         hashed.update(parameter.detach().contiguous().numpy())
@@ -116,7 +116,7 @@ def digest(model: nn.Module) -> int:
 
 
 def train_kept(args: argparse.Namespace) -> None:
-    """The loop under keepstep."""
+    """Runs the loop under keepstep."""
     import keepstep
 
     session = keepstep.init(seed=args.seed)
@@ -129,18 +129,18 @@ def train_kept(args: argparse.Namespace) -> None:
             job.begin(session.rank, session.generation)
         assert job.events is not None
         job.events.attempt = session.generation
-        if len(buckets) > 1:  # of the first the beginning is not known
+        if len(buckets) > 1:  # the begin of the first bucket is not known
             job.events.note("moved", (buckets[-1] - buckets[0]) * 1000 * len(buckets) / (len(buckets) - 1))
         buckets.clear()
         with step:
             job.train_step(step.index, session.rank)
-        # A step whose end met a failure counts, but a recovery lies between its end and this line.
+        # A step that ends during a failure counts, but a recovery lies between its end and this line.
         if step.committed and session.generation == job.events.attempt:
             job.completed(step.index)
 
 
 def train_plain(args: argparse.Namespace) -> None:
-    """The loop under torchrun."""
+    """Runs the loop under torchrun."""
     timeout = None if args.collective_timeout is None else timedelta(seconds=args.collective_timeout)
     dist.init_process_group("gloo", timeout=timeout)
     rank = dist.get_rank()
@@ -162,12 +162,12 @@ def train_plain(args: argparse.Namespace) -> None:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Random numbers that depend on step and rank alone, so that a repeated step draws the same ones."""
+    """Seeds the random numbers from step and rank, so that a repeated step draws the same ones."""
     torch.manual_seed((seed * 1_000_003 + step) * 1_009 + rank)
 
 
 def save(job: Job, path: Path, step: int) -> None:
-    """Writes a checkpoint, whole or not at all."""
+    """Writes a checkpoint atomically."""
     draft = path.with_suffix(".draft")
     state = {
         "model": bare(job.model).state_dict(),
@@ -191,12 +191,12 @@ def load(job: Job, path: Path) -> int:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model without the wrapper that it may have."""
+    """Returns the model without its wrapper, if it has one."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags that all variants share."""
+    """Returns a parser with the flags of all variants."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--events", type=Path, required=True, help="folder for the event files")
     parser.add_argument("--size", default="10m", help="a size of examples/train_gpt.py")

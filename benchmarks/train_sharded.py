@@ -1,7 +1,7 @@
 """The worker of `snapshots_kills.py`: a model of equal blocks under FSDP2 or DDP, by keepstep or by torchrun.
 
-Under torchrun it writes an asynchronous checkpoint of torch's DCP in each step, and begins with the newest one that is
-whole. Each rank writes the events that `train_plain.py` describes.
+Under torchrun it writes an asynchronous checkpoint of torch's DCP in each step, and starts from the newest complete
+one. Each rank writes the events that `train_plain.py` describes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Block(nn.Module):
 
 
 class Training:
-    """A model, spread over the ranks, and Adam."""
+    """A model, sharded over the ranks or replicated, and Adam."""
 
     def __init__(self, args: argparse.Namespace, world_size: int) -> None:
-        """With --mesh-first the lines stand in another order: a spare waits at the mesh, and has no model yet."""
+        """Makes the model. With --mesh-first it makes the mesh before: a spare waits there, and has no model yet."""
         self._shape = args.batch, args.width
         if args.parallel == "ddp":
             self.model: nn.Module = DistributedDataParallel(self._build(args))
@@ -62,14 +62,14 @@ class Training:
         return nn.Sequential(*(Block(args.width) for _ in range(args.depth)))
 
     def step(self) -> None:
-        """One step on random numbers."""
+        """Runs one step on random numbers."""
         self.model(torch.randn(self._shape)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 def train_kept(args: argparse.Namespace) -> None:
-    """The loop under keepstep."""
+    """Runs the loop under keepstep."""
     import keepstep
 
     session = keepstep.init(seed=args.seed)
@@ -86,7 +86,7 @@ def train_kept(args: argparse.Namespace) -> None:
 
 
 def train_plain(args: argparse.Namespace) -> None:
-    """The loop under torchrun."""
+    """Runs the loop under torchrun."""
     dist.init_process_group("gloo")
     training = Training(args, dist.get_world_size())
     events = Events(args.events, dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"]))  # environ: torchrun's
@@ -99,11 +99,11 @@ def train_plain(args: argparse.Namespace) -> None:
 
 
 class Saver:
-    """Checkpoints of torch's DCP, one after the other in the background."""
+    """Writes checkpoints with torch's DCP, one after the other in the background."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self._training, self._folder = training, folder
-        self._group = dist.new_group()  # its thread's collectives would get among those of training
+        self._group = dist.new_group()  # so that its thread's collectives do not mix with those of training
         self._running: Future[Any] | None = None
 
     def _state(self) -> dict[str, Any]:
@@ -111,11 +111,11 @@ class Saver:
         return {"model": model, "optimizer": optimizer}
 
     def _whole(self) -> list[int]:
-        """The steps of those that are whole, newest first. DCP writes the metadata last."""
+        """Returns the steps of the complete checkpoints, newest first. DCP writes the metadata last."""
         return sorted((int(path.parent.name) for path in self._folder.glob("*/.metadata")), reverse=True)
 
     def load(self) -> int:
-        """Loads the newest one, and returns the step to begin with."""
+        """Loads the newest checkpoint, and returns the step to begin with."""
         if not (whole := self._whole()):
             return 0
         state = self._state()
@@ -129,7 +129,7 @@ class Saver:
         return whole[0]
 
     def save(self, step: int) -> None:
-        """Begins one when the former is on disk, as torch demands."""
+        """Begins a checkpoint, after the previous one is on disk, as torch requires."""
         if self._running is not None:
             self._running.result()
         if dist.get_rank() == 0:

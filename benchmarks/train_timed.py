@@ -1,9 +1,10 @@
 """The worker of `overhead.py` and `snapshots.py`: a model in a loop, under torchrun or, with --keepstep, keepstep.
 
-Between the two only the lines differ that a user's script would differ in: `keepstep.init`, `protect` and the loop.
-With --snapshots each rank has a model of its own, the part of a larger one: a rank waits for others in the gradient
-barrier only.
-Each rank appends to ``steps-RANK`` in --folder, after each block of steps, a record of two int64 for each step: when it
+The two variants differ only in the lines that a user would change: `keepstep.init`, `protect` and the loop. With
+--snapshots each rank has a separate model, which stands for a part of a larger one. Then a rank waits for others only
+in the gradient barrier.
+
+After each block of steps, each rank appends to ``steps-RANK`` in --folder a record of two int64 for each step: when it
 ended (monotonic clock) and the processor time of the process so far, in nanoseconds.
 """
 
@@ -28,13 +29,13 @@ GATE_DEADLINE_S = 300.0
 
 
 def build_model(width: int, depth: int) -> nn.Module:
-    """A multi-layer perceptron."""
+    """Returns a multi-layer perceptron."""
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())]
     return nn.Sequential(*layers)
 
 
 class Training:
-    """What both variants train: a model, AdamW, and a schedule of the learning rate."""
+    """The training of both variants: a model, AdamW, and a schedule of the learning rate."""
 
     def __init__(self, model: nn.Module, width: int, batch: int) -> None:
         self.model = model
@@ -43,7 +44,7 @@ class Training:
         self._features = torch.randn(batch, width)
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Runs one optimizer step."""
         self.model(self._features).square().mean().backward()
         self.optimizer.step()
         self.scheduler.step()
@@ -51,9 +52,9 @@ class Training:
 
 
 class Gate:
-    """Lets this rank begin a block of steps when its turn comes: two jobs then take turns on the same cores.
+    """Makes this rank wait for its turn before a block of steps, so that two jobs take turns on the same cores.
 
-    The parent puts one byte into the pipe ``go-RANK`` for each block; the rank answers with one in ``arrived``.
+    The parent writes one byte to the pipe ``go-RANK`` for each block. The rank answers with one byte in ``arrived``.
     """
 
     def __init__(self, folder: Path, rank: int, block: int) -> None:
@@ -62,7 +63,7 @@ class Gate:
         self._arrived = os.open(folder / "arrived", os.O_RDWR)
 
     def pass_before(self, step: int) -> None:
-        """Waits at the beginning of a block."""
+        """Waits for its turn, if a block begins with this step."""
         if step % self._block:
             return
         os.write(self._arrived, b"x")
@@ -72,7 +73,7 @@ class Gate:
 
 
 class Times:
-    """Writes down when steps end. It opens the gate before each block of them."""
+    """Records when steps end. Passes the gate before each block of them."""
 
     def __init__(self, folder: Path, rank: int, block: int) -> None:
         self._gate, self._block = Gate(folder, rank, block), block
@@ -80,19 +81,19 @@ class Times:
         self._records: list[bytes] = []
 
     def before(self, step: int) -> None:
-        """The step is about to begin."""
+        """Call it before each step."""
         if step % self._block == 0:
             self._file.write(b"".join(self._records))
             self._records.clear()
             self._gate.pass_before(step)
 
     def after(self) -> None:
-        """A step has ended."""
+        """Records the end of a step."""
         self._records.append(struct.pack("<2q", time.monotonic_ns(), time.process_time_ns()))
 
 
 def train_kept(args: argparse.Namespace) -> None:
-    """The loop under keepstep."""
+    """Runs the loop under keepstep."""
     import keepstep
 
     session = keepstep.init(seed=0)
@@ -113,7 +114,7 @@ def train_kept(args: argparse.Namespace) -> None:
 
 
 def train_plain(args: argparse.Namespace) -> None:
-    """The loop under torchrun."""
+    """Runs the loop under torchrun."""
     dist.init_process_group("gloo")
     training = Training(DistributedDataParallel(build_model(args.width, args.depth)), args.width, args.batch)
     times = Times(args.folder, dist.get_rank(), args.block)
@@ -125,12 +126,12 @@ def train_plain(args: argparse.Namespace) -> None:
 
 
 def profiled(train: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
-    """Trains under Python's profiler, and leaves rank 0's profile in ``profile`` of the folder."""
+    """Trains under Python's profiler, and writes rank 0's profile to ``profile`` in the folder."""
     profiler = cProfile.Profile()
     profiler.enable()
     train(args)
     profiler.disable()
-    if os.environ["RANK"] == "0":  # environ: how both launchers tell it
+    if os.environ["RANK"] == "0":  # environ: both launchers set it
         profiler.dump_stats(args.folder / "profile")
 
 

@@ -1,7 +1,7 @@
 """The worker of `benchmarks/peers.py` under torchft: the step of `train_plain.py` in the loop of its train_ddp.py.
 
-Each rank is a replica group of its own, as its README has it: torchrun starts one process per group, a lighthouse
-beside them knows the groups, and a group that comes back takes the state of another. REPLICA_GROUP_ID and
+Each rank is a separate replica group, as in torchft's README: torchrun starts one process per group, a lighthouse
+coordinates the groups, and a group that comes back gets the state of another group. REPLICA_GROUP_ID and
 NUM_REPLICA_GROUPS are the variables of that example.
 """
 
@@ -16,7 +16,7 @@ from train_plain import Events, Job, make_parser, seed_step
 
 
 def main() -> None:
-    """Trains as long as the benchmark lets it."""
+    """Trains until the benchmark ends the process."""
     parser = make_parser()
     parser.add_argument("--collective", type=float, required=True, help="timeout of the process group, seconds")
     parser.add_argument("--manager", type=float, required=True, help="timeout of the manager, seconds")
@@ -51,15 +51,15 @@ def main() -> None:
     job.events = events
     while (step := manager.current_step()) < args.steps:
         seed_step(args.seed, step, rank)
-        optimizer.zero_grad()  # asks for the quorum of this step
+        optimizer.zero_grad()  # requests the quorum of this step
         loss = job.model(*job.data.batch(step, rank))
         loss.backward()
         nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
-        optimizer.step()  # only if all gradients were reduced
+        optimizer.step()  # runs only if all gradients were reduced
         if manager.current_step() == step:
             continue
         job.scheduler.step()
-        events.attempt = manager._quorum_id  # not public; a new one whenever a group comes or goes
+        events.attempt = manager._quorum_id  # not public; changes whenever a group joins or leaves
         if manager.num_participants() != world_size:
             world_size = manager.num_participants()
             events.note("world", world_size)

@@ -1,11 +1,10 @@
-"""A job for benchmarks/turns.py: each rank writes down what every step cost it.
+"""A job for benchmarks/turns.py: each rank records the cost of every step.
 
     keepstep run --nproc-per-node N benchmarks/train_watched.py FOLDER [IDLE_MS [BATCH]]
 
-In each step the host waits for IDLE_MS, as it does while its device computes (default: 0); the batch is of BATCH rows
-(default: 256). A record is four int64: when the step ended (monotonic), the processor time that the training thread has
-had so far, and for how long it could have run but had no core (both from /proc/PID/task/TID/schedstat), in nanoseconds;
-and 0.
+In each step the host waits for IDLE_MS (default: 0), as it does while its device computes. The batch has BATCH rows
+(default: 256). A record is four int64: when the step ended (monotonic), the training thread's processor time so far,
+and how long it was runnable but had no core (both from /proc/PID/task/TID/schedstat), in nanoseconds; and 0.
 """
 
 import os

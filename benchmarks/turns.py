@@ -1,6 +1,6 @@
-"""A job whose steps are written down, measured in turns: so long one way, so long another, again and again.
+"""Measures the steps of a job in turns: alternating blocks of time under different conditions.
 
-What is compared are neighbouring blocks, so that a machine that is slow for a while is slow for both.
+It compares neighbouring blocks, so that a machine that is slow for a while affects both.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 WATCHED = Path(__file__).with_name("train_watched.py")
-"""The job; each of its ranks writes into a file of its own."""
+"""The job's script. Each of its ranks writes a separate file."""
 COSTS = {"time": "time altogether", "processor": "processor time", "waiting": "waiting for a core"}
-"""What is written down of each step, and what it is called."""
+"""Recorded figure of a step -> its title."""
 MIN_STEPS = 3
-"""A pair of blocks with fewer steps is left out."""
+"""A pair of blocks with fewer steps does not count."""
 COLUMNS = ("of a step", "pairs", "a step without, ms", "more, % of a step", "with 95 %")
 NOTE = (
     "more: the mean of a block with it less that of the block before it without, the median of all such pairs, in "
@@ -25,23 +25,23 @@ NOTE = (
 )
 
 Pair = dict[str, float]
-"""Mean of each cost in microseconds, as ``time_with_us``, ``time_without_us`` and so on."""
+"""Means of each cost in microseconds: ``time_with_us``, ``time_without_us`` and so on."""
 
 
 def steps_of(where: Path) -> np.ndarray:
-    """What rank 0 has written down so far, shape [steps, 4]."""
+    """Returns the records of rank 0 so far, shape [steps, 4]."""
     path = where / "steps-0"
     data = path.read_bytes() if path.exists() else b""
     return np.frombuffer(data[: len(data) // 32 * 32], "<i8").reshape(-1, 4)
 
 
 def pairs(steps: np.ndarray, turns: Sequence[tuple[int, str]], without: str) -> dict[str, list[Pair]]:
-    """For each other way, its blocks beside those before them.
+    """Returns for each condition its blocks, paired with the blocks before them.
 
     Args:
-        steps: as `steps_of` gives them.
-        turns: when each block began (monotonic, ns), and which way it was; the last one only ends that before it.
-        without: the way that others are compared with, every other block.
+        steps: as `steps_of` returns them.
+        turns: (begin of a block (monotonic, ns), its condition). The last entry only ends the block before it.
+        without: the condition with which the others are compared, in every other block.
     """
     begins = np.array([at_ns for at_ns, _ in turns])
     costs = np.diff(steps[:, :3], axis=0) / 1e3
@@ -60,7 +60,7 @@ def pairs(steps: np.ndarray, turns: Sequence[tuple[int, str]], without: str) -> 
 
 
 def rows(measured: list[Pair]) -> list[list[str]]:
-    """For each cost a row of a table with `COLUMNS`."""
+    """Returns for each cost a row of a table with `COLUMNS`."""
     step_us = statistics.median(pair["time_without_us"] for pair in measured)
     found = []
     for name, meaning in COSTS.items():
@@ -72,7 +72,7 @@ def rows(measured: list[Pair]) -> list[list[str]]:
 
 
 def interval(ordered: list[float]) -> tuple[float, float]:
-    """Bounds of the median with 95 %, by order statistics."""
+    """Returns the bounds of the median's 95 % interval, by order statistics."""
     reach = 0.98 * len(ordered) ** 0.5
     low = max(0, round(len(ordered) / 2 - reach) - 1)
     return ordered[low], ordered[len(ordered) - 1 - low]

@@ -1,18 +1,18 @@
-"""How long it takes to publish weights, and how far that is from what this machine can do.
+"""Time to publish weights, compared with the limits of this machine.
 
     python benchmarks/weights.py                        0.5 and 2 GiB, 2 and 4 devices; minutes on two idle cores
     python benchmarks/weights.py --gib 2 --devices 4    one case
-    python benchmarks/weights.py --failures             and what a broken process costs (--failures only: just that)
-    python benchmarks/weights.py --trace update.json    and who was busy when, in the first case, with update.svg beside
+    python benchmarks/weights.py --failures             also the cost of a broken process (--failures only: just that)
+    python benchmarks/weights.py --trace update.json    also a trace of the first case, with update.svg beside it
     python benchmarks/weights.py --quick                a smoke test with a tiny model; nothing is written
 
-Each device is a publisher that holds all of the weights, and a consumer that gets all of them; each is a process with
-one thread for torch. In each case the machine's floors and what one would do otherwise are measured too, in the same
-processes and between the updates, for other programs make a machine slower and faster.
+Each device has a publisher that holds all of the weights, and a consumer that gets all of them. Each is a process with
+one thread for torch. In each case the same processes also measure the machine's floors and the ways without keepstep,
+between the updates, because the load of a machine changes.
 
 weights_cast.py       the processes, and the model
 weights_floors.py     the floors, and the other ways
-weights_trace.py      who was busy when
+weights_trace.py      when each stage was busy
 weights_failures.py   a process breaks in the middle of an update
 
 Prints tables, and writes ``benchmarks/results/DATE-weights.md`` with the raw figures in a .json beside it. The machine
@@ -61,7 +61,7 @@ TRANSFER_DEADLINE_S = 60.0
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, action="append", help="size of the weights; repeatable (default: 0.5, 2)")
     parser.add_argument("--devices", type=int, action="append", help="number of devices; repeatable (default: 2, 4)")
@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Case:
-    """Updates of one size on a number of devices, with floors and other ways before, between and after them."""
+    """One size of the weights and number of devices: updates, with floors and other ways before, between and after."""
 
     def __init__(self, cast: Cast, args: argparse.Namespace) -> None:
         self._cast, self._args = cast, args
@@ -110,10 +110,10 @@ class Case:
         self.timelines: list[Timeline] = []
 
     def measure(self) -> dict[str, Any]:
-        """Everything, in its order.
+        """Measures everything, in its order.
 
         Raises:
-            JobFailed: something went wrong, or other bytes came than were sent.
+            JobFailed: a process has failed, or received bytes differ from the sent ones.
         """
         cast, num_updates = self._cast, self._args.updates
         cast.ask(cast.all, join_groups)
@@ -178,17 +178,17 @@ class Case:
 
 
 Noted = Sequence[dict[str, int]]
-"""What `memory` said, by process."""
+"""The result of `memory` for each process."""
 
 
 def _memory_of(number: int, before: Noted, buffers: Sequence[int], noted: Sequence[Noted]) -> dict[str, int]:
-    """What one process took.
+    """Returns the memory that one process has taken.
 
     Args:
-        number: of the process.
-        before: before the publisher or consumer was made.
-        buffers: what publishers say that they take.
-        noted: after the first update; before and after the other ways; at the end of the updates.
+        number: the number of the process.
+        before: the memory before the publisher or consumer was made.
+        buffers: the sizes of the buffers that publishers report.
+        noted: the memory after the first update, before and after the other ways, and at the end of the updates.
     """
     first, before_pause, after_pause, last = (each[number] for each in noted)
     growth = {
@@ -211,7 +211,7 @@ def check_room(setup: Setup) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All cases, and the failures."""
+    """Measures all cases, and the failures."""
     result: dict[str, Any] = {"cases": []}
     bucket_bytes = round(args.bucket_mib * MIB)
     cases = itertools.product(args.gib, args.devices) if args.failures != "only" else []
@@ -233,11 +233,11 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     return result
 
 
-# ---- what is shown --------------------------------------------------------------------------------------------------
+# ---- output ---------------------------------------------------------------------------------------------------------
 
 
 def sections(result: dict[str, Any]) -> Iterator[Section]:
-    """The tables of a result."""
+    """Returns the tables of a result."""
     if result["cases"]:
         yield _updates(result)
         yield _stages(result)
@@ -253,7 +253,7 @@ def _name(case: dict[str, Any]) -> str:
 
 
 def _later(case: dict[str, Any], *keys: str) -> list[float]:
-    """A figure of every update but the first."""
+    """Returns a figure of every update except the first."""
     found: list[Any] = case["updates"][1:]
     for key in keys:
         found = [each[key] for each in found]
@@ -269,15 +269,15 @@ def _spread(values: Sequence[float]) -> str:
 
 
 COPIES, MAPPED_COPIES = ("h2d", "memcpy", "reload"), ("h2d", "reload")
-"""Stages that copy: with a copy from device to device, and where consumers map the buffers of all sources."""
+"""Stages that copy: with a copy from device to device, and if consumers map the buffers of all sources."""
 
 
 def floors_of(case: dict[str, Any], cores: int) -> dict[str, float]:
-    """Seconds of a perfect pipeline, in four ways to look at it.
+    """Returns the seconds of a perfect pipeline, in four definitions.
 
     gloo: its slowest stage, with gloo between the devices. memcpy: its slowest stage, with one copy between them.
-    cores: all copies of the memcpy way, perfectly spread over all cores. cores, mapped: the same without the copies
-    between the devices, as where consumers map the buffers of all sources.
+    cores: all copies of memcpy, evenly distributed over all cores. cores, mapped: the same without the copies between
+    the devices, as if consumers map the buffers of all sources.
     """
     best = best_floors(case["floors"])
     return {
@@ -289,13 +289,13 @@ def floors_of(case: dict[str, Any], cores: int) -> dict[str, float]:
 
 
 def copies_cpu_s(case: dict[str, Any], stages: Sequence[str]) -> float:
-    """Processor seconds of some stages, by themselves."""
+    """Returns the processor seconds of some stages, each run alone."""
     best = best_floors(case["floors"])
     return sum(best[stage]["cpu_s"] for stage in stages)
 
 
 def _table(title: str, what: str, cases: dict[str, dict[str, str]], notes: list[str]) -> Section:
-    """A column for each case, a row for each figure."""
+    """Returns a table with a column for each case and a row for each figure."""
     rows = [[figure, *(found[figure] for found in cases.values())] for figure in next(iter(cases.values()))]
     return Section(title, (what, *cases), rows, notes)
 
@@ -427,7 +427,7 @@ def _others(result: dict[str, Any]) -> Section:
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     settings = result["settings"]
     kind = "into a second set of tensors" if settings["atomic"] else "in place"
     lines = [f"* {_name(case)}: {case['model']}.\n" for case in result["cases"]]
@@ -440,7 +440,7 @@ def markdown(result: dict[str, Any], raw: str) -> str:
 
 
 def main() -> int:
-    """Measures, shows, writes."""
+    """Measures, prints the tables, and writes the page."""
     args = parse_arguments()
     console = Console(stderr=args.json)
     settings = {name: getattr(args, name) for name in ("bucket_mib", "atomic", "updates", "other_runs", "failure_runs")}

@@ -1,7 +1,7 @@
-"""Who takes part in `benchmarks/weights.py`: a publisher and a consumer for each device, each in a process of its own.
+"""The processes of `benchmarks/weights.py`: a publisher and a consumer for each device.
 
-The benchmark's own process says who does what and when, over a pipe to each, and looks at nothing else. A task is a
-function of a module; the `Member` that carries it out is its first argument.
+The benchmark's own process sends tasks to each of them over a pipe, and does nothing else. A task is a function of a
+module. Its first argument is the `Member` that runs it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from keepstep.weights.subscriber import Subscriber
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOAD = ["keepstep.weights.publisher", "keepstep.weights.subscriber", "torch.distributed.checkpoint", "rich.console"]
 IN_MEMORY = Path("/dev/shm")
-"""Where files that take the place of a fast disk lie."""
+"""Folder for files that stand for a fast disk."""
 
 Form = tuple[torch.dtype, tuple[int, ...]]
 Task = Callable[..., Any]
@@ -42,7 +42,7 @@ Task = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """Shapes of a decoder such as Llama's: few large matrices, many small vectors and buffers."""
+    """The shapes of a decoder such as Llama: few large matrices, many small vectors and buffers."""
 
     hidden: int
     heads: int
@@ -52,7 +52,7 @@ class Architecture:
     layers: int
 
     def forms(self) -> dict[str, Form]:
-        """dtype and shape of every tensor, by name."""
+        """Returns name -> (dtype, shape) of every tensor."""
         bf16, head = torch.bfloat16, self.hidden // self.heads
         found: dict[str, Form] = {"model.embed_tokens.weight": (bf16, (self.vocab, self.hidden))}
         for layer in range(self.layers):
@@ -76,7 +76,7 @@ class Architecture:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors together."""
+        """The size of all tensors together."""
         return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in self.forms().values())
 
     def __str__(self) -> str:
@@ -93,11 +93,11 @@ SIZES = (
     Architecture(hidden=512, heads=8, kv_heads=2, ffn=1408, vocab=8000, layers=0),
     Architecture(hidden=128, heads=4, kv_heads=2, ffn=352, vocab=1000, layers=0),
 )
-"""Widest first; the one of a benchmark is the widest that has three layers in the size asked for."""
+"""Widest first. A benchmark uses the widest that has three layers in the requested size."""
 
 
 def architecture_of(num_bytes: int) -> Architecture:
-    """The architecture of about so many bytes."""
+    """Returns the architecture of about ``num_bytes``."""
     for size in SIZES:
         layer_bytes = dataclasses.replace(size, layers=1).num_bytes - size.num_bytes
         layers = round((num_bytes - size.num_bytes) / layer_bytes)
@@ -111,20 +111,20 @@ def architecture_of(num_bytes: int) -> Architecture:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What all processes of a case have in common."""
+    """The settings of all processes of a case."""
 
     architecture: Architecture
     num_devices: int
     bucket_bytes: int
     deadline_s: float
     atomic: bool
-    """Consumers put a version together in a second set of tensors."""
+    """Whether consumers assemble a version in a second set of tensors."""
     folder: Path
-    """Of the sockets, the group's store, and the files of the other ways; in memory."""
+    """The folder of the sockets, the group's store, and the files of the other ways. It is in memory."""
 
 
 class Timing(NamedTuple):
-    """From when to when a process was at it, on the monotonic clock, and the processor time that it took."""
+    """Begin and end of a task in one process, on the monotonic clock, and its processor time."""
 
     begun_s: float
     ended_s: float
@@ -132,7 +132,7 @@ class Timing(NamedTuple):
 
 
 class Stopwatch:
-    """Times what runs inside, all threads of this process included."""
+    """Times the code in its ``with`` block, including all threads of this process."""
 
     def __enter__(self) -> Stopwatch:
         self._cpu_s, self._begun_s = time.process_time(), time.monotonic()
@@ -143,12 +143,12 @@ class Stopwatch:
 
 
 def wall_s(timings: Sequence[Timing]) -> float:
-    """From the first that began to the last that ended."""
+    """Returns the seconds from the first begin to the last end."""
     return max(timing.ended_s for timing in timings) - min(timing.begun_s for timing in timings)
 
 
 class Member:
-    """One of the processes, as it sees itself."""
+    """One of the processes, with its own objects."""
 
     def __init__(self, number: int, setup: Setup, end: Connection) -> None:
         self.number, self.setup, self._end = number, setup, end
@@ -159,40 +159,40 @@ class Member:
 
     @property
     def is_publisher(self) -> bool:
-        """Else it is a consumer."""
+        """Whether it is a publisher; otherwise it is a consumer."""
         return self.number < self.setup.num_devices
 
     @property
     def device(self) -> int:
-        """Where it publishes or consumes."""
+        """The device on which it publishes or consumes."""
         return self.number % self.setup.num_devices
 
     def note(self, value: object) -> None:
-        """Tells the benchmark something in the middle of a task; it is there even if this process is killed then."""
+        """Sends a note to the benchmark in the middle of a task. It arrives even if this process is killed then."""
         self._end.send(("note", value))
 
 
 def _live(number: int, setup: Setup, end: Connection) -> None:
     torch.set_num_threads(1)
     member = Member(number, setup, end)
-    with contextlib.suppress(EOFError, OSError):  # the benchmark is gone, or sends this process away
+    with contextlib.suppress(EOFError, OSError):  # the benchmark is gone, or ends this process
         while True:
             task, arguments = end.recv()
             try:
                 answer = ("done", task(member, *arguments))
-            except Exception:  # whatever it was is shown by the benchmark
+            except Exception:  # the benchmark prints the error
                 answer = ("failed", traceback.format_exc())
             end.send(answer)
-    os._exit(0)  # no line, group or buffer has to be taken down in order
+    os._exit(0)  # no connection, group or buffer needs an orderly shutdown
 
 
 class Cast:
-    """The processes of one case. Use it in a ``with`` block; all are gone after it, stopped ones too."""
+    """The processes of one case. Use it in a ``with`` block, which ends all of them, stopped ones too."""
 
     def __init__(self, setup: Setup, patience_s: float) -> None:
         """Args:
-        setup: for all.
-        patience_s: for any one task.
+        setup: the settings of all processes.
+        patience_s: the deadline of a task.
         """
         self.setup, self._patience_s = setup, patience_s
         self.publishers = range(setup.num_devices)
@@ -201,7 +201,7 @@ class Cast:
         self.notes: list[object] = []
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
-        CONTEXT.set_forkserver_preload(PRELOAD)  # a process has one fork server: not to be set by an import
+        CONTEXT.set_forkserver_preload(PRELOAD)  # global in a process, so not set at import
         for number in self.all:
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(target=_live, args=(number, setup, theirs), daemon=True)
@@ -222,23 +222,23 @@ class Cast:
             process.join()
 
     def pid(self, number: int) -> int:
-        """Of a member's process."""
+        """Returns the id of a member's process."""
         return int(self._processes[number].pid)
 
     def name(self, number: int) -> str:
-        """For messages."""
+        """Returns the name of a member, for messages."""
         return f"{'publisher' if number in self.publishers else 'consumer'} {number % self.setup.num_devices}"
 
     def tell(self, members: Sequence[int], task: Task, *arguments: object) -> None:
-        """Has all of these carry out a task; `hear` has their answers."""
+        """Sends a task to some members. `hear` returns their answers."""
         for number in members:
             self._ends[number].send((task, arguments))
 
     def hear(self, members: Sequence[int]) -> list[Any]:
-        """The answers, in the order of ``members``. What is noted meanwhile goes to `notes`.
+        """Returns the answers, in the order of ``members``. Notes that arrive meanwhile go to `notes`.
 
         Raises:
-            JobFailed: one raised, died, or did not answer in time.
+            JobFailed: a member has raised an exception, died, or did not answer in time.
         """
         answers: dict[int, Any] = {}
         until_s = time.monotonic() + self._patience_s
@@ -263,12 +263,12 @@ class Cast:
         return [answers[number] for number in members]
 
     def ask(self, members: Sequence[int], task: Task, *arguments: object) -> list[Any]:
-        """`tell`, then `hear`."""
+        """Calls `tell`, then `hear`."""
         self.tell(members, task, *arguments)
         return self.hear(members)
 
     def last_note(self, number: int) -> object:
-        """The latest note of a member, also of one that has died; see `hear` for what it raises."""
+        """Returns the latest note of a member, also of a dead one. Raises as `hear` does."""
         while not self.notes:
             if not self._ends[number].poll(self._patience_s):
                 raise JobFailed(f"nothing from {self.name(number)} within {self._patience_s:g} s")
@@ -282,7 +282,7 @@ class Cast:
 
 @contextlib.contextmanager
 def assembled(setup: Setup, patience_s: float) -> Iterator[Cast]:
-    """The processes of a case with their weights, and a folder in memory in which they find each other."""
+    """Starts the processes of a case with their weights, and a folder in memory for their sockets."""
     with tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir=IN_MEMORY) as name:
         setup = dataclasses.replace(setup, folder=Path(name))
         with Cast(setup, patience_s) as cast:
@@ -290,14 +290,14 @@ def assembled(setup: Setup, patience_s: float) -> Iterator[Cast]:
             yield cast
 
 
-# ---- what they do ---------------------------------------------------------------------------------------------------
+# ---- the tasks ------------------------------------------------------------------------------------------------------
 
 PATTERN_BYTES = 1_048_583
-"""A prime, so that no two buckets of one tensor hold the same bytes."""
+"""A prime, so that any two buckets of a tensor differ."""
 
 
 def build(member: Member) -> None:
-    """Makes the tensors, all of their memory taken: bytes of one seed in a publisher, anything else in a consumer."""
+    """Makes the tensors in allocated memory: with bytes of one seed in a publisher, with other ones in a consumer."""
     pattern = torch.randint(0, 256, (PATTERN_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for index, (name, (dtype, shape)) in enumerate(member.setup.architecture.forms().items()):
         member.weights[name] = tensor = torch.empty(shape, dtype=dtype)
@@ -311,7 +311,7 @@ def build(member: Member) -> None:
 
 
 def join_groups(member: Member) -> None:
-    """Joins gloo: one group of the publishers, and one of rank 0 and the consumers, both connected."""
+    """Connects two gloo groups: one of the publishers, and one of rank 0 and the consumers."""
     devices = member.setup.num_devices
     store = dist.FileStore(str(member.setup.folder / "store"), 2 * devices)
     dist.init_process_group("gloo", store=store, rank=member.number, world_size=2 * devices)
@@ -323,7 +323,7 @@ def join_groups(member: Member) -> None:
 
 
 def open_transfer(member: Member) -> int:
-    """Makes the publisher (and returns the bytes of its buffers), or the consumer (0)."""
+    """Makes the publisher or the consumer. Returns the bytes of a publisher's buffers, 0 for a consumer."""
     setup = member.setup
     settings: dict[str, Any] = {"deadline_s": setup.deadline_s}
     if member.is_publisher:
@@ -344,7 +344,7 @@ def open_transfer(member: Member) -> int:
 
 
 def attach(member: Member) -> None:
-    """Publishers wait for their consumer, consumers for their publisher."""
+    """Waits for the other side: a publisher for its consumer, a consumer for its publisher."""
     if member.publisher is not None:
         member.publisher.wait_for_consumers(1, member.setup.deadline_s)
     if member.subscriber is not None:
@@ -358,10 +358,10 @@ def stamp(member: Member, version: int) -> None:
 
 
 def update(member: Member, version: int) -> tuple[Timing, list[tuple[str, int, int, int]]]:
-    """Publishes or receives a version; the time, and (stage, bucket, begun_ns, ended_ns) of this process's stages.
+    """Publishes or receives a version. Returns its time, and (stage, bucket, begun_ns, ended_ns) of its stages.
 
     Raises:
-        RuntimeError: the version did not come to everybody, or is not what was published.
+        RuntimeError: the version did not reach all consumers, or differs from the published one.
     """
     with Stopwatch() as watch:
         if member.publisher is not None:
@@ -383,28 +383,28 @@ def update(member: Member, version: int) -> tuple[Timing, list[tuple[str, int, i
 
 def check_equal(cast: Cast, way: str) -> None:
     """Raises:
-    JobFailed: the weights of two processes differ in a bit, so that this way did not bring them to everybody.
+    JobFailed: the weights of two processes differ, so this way did not deliver them to all.
     """
     if len(set(cast.ask(cast.all, digest))) != 1:
         raise JobFailed(f"{way}: a consumer's weights are not those that were published")
 
 
 def digest(member: Member) -> str:
-    """Of all weights of this process."""
+    """Returns a digest of all weights of this process."""
     return digest_of(member.weights.items(), b"")
 
 
 def reset_peak(_member: Member) -> None:
-    """The peak of this process's memory is counted from now on."""
+    """Restarts the measurement of this process's peak memory."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def memory(_member: Member) -> dict[str, int]:
-    """Bytes of this process's memory, as the kernel counts them, and the number of its descriptors.
+    """Returns the bytes of this process's memory, as the kernel counts them, and the number of its descriptors.
 
-    rss, pss, pss_shmem: now, from smaps_rollup, which counts page by page. peak: the highest rss since `reset_peak`.
-    rss_shmem: of rss, what is shared memory; the buffers of a transfer are. What is free, but kept by malloc, is given
-    back first, so that it does not count now and is no hidden reserve later.
+    rss, pss, pss_shmem: now, from smaps_rollup, which counts each page. peak: the highest rss since `reset_peak`.
+    rss_shmem: the shared memory in rss, to which the buffers of a transfer belong. It first returns free memory that
+    malloc keeps to the system, so that it does not count now, and is no hidden reserve later.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
-"""Part of `benchmarks/weights.py`: one process of an update breaks in the middle of it; how long until the rest know?
+"""Part of `benchmarks/weights.py`: one process breaks in the middle of an update. How long until the others know?
 
-The consumer that strikes does it from its own ``load``, when half of the version's tensors have come, so the update is
-certainly on its way. It notes the time, and then kills or stops a process by its number, or raises.
+A consumer injects the failure in its own ``load``, when half of the version's tensors have arrived, so the update is
+certainly in progress. It notes the time, and then kills or stops a process, or raises an exception.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from keepstep.weights.subscriber import Subscriber
 NUM_DEVICES = 2
 DEADLINE_S = 1.0
 ALLOWANCE_S = 1.0
-"""Beyond the deadline; together the bound for the end of publish() on every surviving device."""
+"""Allowance beyond the deadline. Both together are the limit for the end of publish() on every surviving device."""
 BUCKET_BYTES = 1 << 20
-"""Smaller than by default, so that the middle of an update is far from its ends."""
+"""Smaller than the default, so that the middle of an update is far from its begin and end."""
 PUBLISHER_0, PUBLISHER_1, CONSUMER_0, CONSUMER_1 = range(2 * NUM_DEVICES)
 
 
 class Failure(NamedTuple):
-    """Who breaks, by whose hand, and by which signal (None: it raises)."""
+    """A failure: the process that breaks, the process that causes it, and the signal (None: it raises)."""
 
     name: str
     victim: int
@@ -51,11 +51,11 @@ FAILURES = (
 
 
 class NoRoom(Exception):
-    """What a consumer's load raises here."""
+    """The exception that a consumer's load raises here."""
 
 
 class Engine:
-    """A consumer's ``load``, which may strike."""
+    """A consumer's ``load``, which may inject a failure."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -63,11 +63,11 @@ class Engine:
         self._strike: Callable[[], None] | None = None
 
     def arm(self, strike: Callable[[], None] | None) -> None:
-        """From the next version on."""
+        """Sets the failure to inject in the next version; None: none."""
         self._num_loaded, self._strike = 0, strike
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies a tensor; strikes when half of them have come."""
+        """Copies a tensor. Injects the failure when half of the tensors have arrived."""
         self._member.weights[name].copy_(tensor)
         self._num_loaded += 1
         if self._strike is not None and self._num_loaded == len(self._member.weights) // 2:
@@ -75,11 +75,11 @@ class Engine:
 
 
 ENGINES: list[Engine] = []
-"""This process's, if it is a consumer."""
+"""The engine of this process, if it is a consumer."""
 
 
 def open_engine(member: Member) -> None:
-    """As `open_transfer`, but a consumer loads with a function."""
+    """Does the same as `open_transfer`, but a consumer loads with a function."""
     if member.is_publisher:
         open_transfer(member)
         return
@@ -91,7 +91,7 @@ def open_engine(member: Member) -> None:
 
 
 def take_part(member: Member, version: int) -> tuple[float, str]:
-    """Publishes or receives; when that ended, and what it said."""
+    """Publishes or receives. Returns when that ended, and the error or result as text."""
     try:
         if member.publisher is not None:
             failures = member.publisher.publish(version).failures
@@ -105,7 +105,7 @@ def take_part(member: Member, version: int) -> tuple[float, str]:
 
 
 def take_part_striking(member: Member, version: int, victim_pid: int, number: int | None) -> tuple[float, str]:
-    """`take_part`, of a consumer that strikes in the middle."""
+    """Runs `take_part` in a consumer that injects the failure in the middle."""
 
     def strike() -> None:
         member.note(time.monotonic())
@@ -122,10 +122,10 @@ def _said(error: BaseException) -> str:
 
 
 def measure(architecture: Architecture, repeats: int, patience_s: float) -> list[dict[str, Any]]:
-    """Every failure, each time with new processes.
+    """Measures every failure, each time with new processes.
 
     Raises:
-        JobFailed: a survivor did not come to an end.
+        JobFailed: publish() or the reception did not end on a survivor.
     """
     setup = Setup(architecture, NUM_DEVICES, BUCKET_BYTES, DEADLINE_S, atomic=False, folder=Path())
     rows = []
@@ -153,7 +153,7 @@ def _fail(cast: Cast, failure: Failure) -> dict[str, Any]:
     whole = cast.ask(cast.all, take_part, 1)
     if {said for _at_s, said in whole} != {"published", "version 1"}:
         raise JobFailed(f"{failure.name}: the version before it did not come: {whole}")
-    # One that raises lives on, and so does one that kills another; all others answer.
+    # A process that raises, or that kills another one, continues to run; all others answer.
     silent = {failure.victim} if failure.signal is not None else set()
     alive = [number for number in cast.all if number not in silent]
     others = [number for number in cast.all if number != failure.striker]
@@ -170,7 +170,7 @@ def _fail(cast: Cast, failure: Failure) -> dict[str, Any]:
 
 
 def section(rows: list[dict[str, Any]]) -> Section:
-    """The table of the failures, with what the survivors reported in one of the runs."""
+    """Returns the table of the failures, with the survivors' reports of one of the runs."""
     table, notes = [], []
     for row in rows:
         table.append(

@@ -1,10 +1,9 @@
-"""What `benchmarks/weights.py` compares with: the floors of this machine, and what one would do without keepstep.
+"""The comparisons of `benchmarks/weights.py`: the floors of this machine, and the ways without keepstep.
 
-A floor is one stage of the transfer by itself, on all devices at once and in the same processes, with nothing but the
-copies: no checksum, no message, no waiting for another stage. Each is measured with pieces of several sizes, of which
-the quickest counts.
+A floor is one stage of the transfer alone, on all devices at once and in the same processes, with only the copies: no
+checksum, no message, no wait for another stage. Each is measured with pieces of several sizes, and the fastest counts.
 
-The other ways bring the same weights from the publishers to the same consumers' tensors.
+The other ways move the same weights from the publishers to the same consumers' tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from keepstep.weights.memory.bytes_of import byte_view
 
 NUM_SLOTS = 2
 COPY_PIECES = (1 << 18, 1 << 23)
-"""Half of a second-level cache, and a bucket; none is larger than a bucket."""
+"""Sizes of pieces: half of a second-level cache, and a bucket. None is larger than a bucket."""
 GLOO_PIECES = (1 << 21, 1 << 23, 1 << 25)
 
 
@@ -37,10 +36,10 @@ GLOO_PIECES = (1 << 21, 1 << 23, 1 << 25)
 
 
 def measure_floors(cast: Cast) -> list[dict[str, Any]]:
-    """Each stage alone, once with each size of its pieces.
+    """Measures each stage alone, once with each size of its pieces.
 
     Returns:
-        rows of stage, bytes of a piece, seconds from the first process that began to the last that ended, and processor
+        rows of stage, bytes of a piece, seconds from the first begin to the last end of a process, and processor
         seconds of all processes together.
     """
     stages = (
@@ -68,7 +67,7 @@ def measure_floors(cast: Cast) -> list[dict[str, Any]]:
 
 
 def best_floors(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By stage: the medians of its best size of a piece."""
+    """Returns stage -> the medians with its fastest size of a piece."""
     best: dict[str, dict[str, float]] = {}
     for stage, piece_bytes in sorted({(row["stage"], row["piece_bytes"]) for row in rows}):
         found = [row for row in rows if (row["stage"], row["piece_bytes"]) == (stage, piece_bytes)]
@@ -80,7 +79,7 @@ def best_floors(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def make_slots(member: Member) -> None:
-    """Makes the memory that plays this device's H2D buffer, for all to look at."""
+    """Makes the shared memory that stands for this device's H2D buffer."""
     with _slots_path(member, member.device).open("wb") as file:
         file.truncate(NUM_SLOTS * member.setup.bucket_bytes)
 
@@ -91,7 +90,7 @@ def _slots_path(member: Member, device: int) -> Path:
 
 @contextlib.contextmanager
 def _slots(member: Member, device: int | None) -> Iterator[int]:
-    """The address of a device's slots, or of slots of this process's own."""
+    """Yields the address of a device's slots, or of this process's own slots."""
     size = NUM_SLOTS * member.setup.bucket_bytes
     with contextlib.ExitStack() as stack:
         if device is None:
@@ -104,7 +103,7 @@ def _slots(member: Member, device: int | None) -> Iterator[int]:
 
 
 def copy_in(member: Member, piece_bytes: int) -> Timing:
-    """A publisher copies its share of the weights into its slots, in turn."""
+    """Copies a publisher's share of the weights into its slots, in turn."""
     devices, total = member.setup.num_devices, member.setup.architecture.num_bytes
     begin, end = (total * index // devices for index in (member.device, member.device + 1))
     with _slots(member, member.device) as slots:
@@ -113,7 +112,7 @@ def copy_in(member: Member, piece_bytes: int) -> Timing:
 
 
 def copy_across(member: Member, piece_bytes: int) -> Timing:
-    """A publisher copies as many bytes as the weights have, out of the slots of each device in turn, into its own."""
+    """Copies as many bytes as the weights have from the slots of each device in turn to a publisher's own."""
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(_slots(member, device)) for device in range(member.setup.num_devices)]
         froms = _places(member, sources, piece_bytes)
@@ -123,7 +122,7 @@ def copy_across(member: Member, piece_bytes: int) -> Timing:
 
 
 def copy_out(member: Member, piece_bytes: int) -> Timing:
-    """A consumer copies out of the slots of its device, in turn, into all of its weights."""
+    """Copies from the slots of a consumer's device, in turn, to all of its weights."""
     with _slots(member, member.device) as slots:
         places = _places(member, [slots], piece_bytes)
         runs = _runs(member, 0, member.setup.architecture.num_bytes, piece_bytes)
@@ -131,7 +130,7 @@ def copy_out(member: Member, piece_bytes: int) -> Timing:
 
 
 def _places(member: Member, slots: Sequence[int], piece_bytes: int) -> Iterator[int]:
-    """Addresses for one piece after the other: through a slot, then in the same slot of the next buffer."""
+    """Yields addresses for consecutive pieces: all pieces of a slot, then those of the same slot in the next buffer."""
     slot_bytes = member.setup.bucket_bytes
     while True:
         for number in range(NUM_SLOTS):
@@ -141,7 +140,7 @@ def _places(member: Member, slots: Sequence[int], piece_bytes: int) -> Iterator[
 
 
 def _runs(member: Member, begin: int, end: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """(address, bytes) of the weights between two offsets, as if all tensors lay one behind the other."""
+    """Yields (address, bytes) of the weights between two offsets, as if all tensors were contiguous."""
     offset = 0
     for tensor in member.weights.values():
         first, last = max(begin - offset, 0), min(end - offset, tensor.nbytes)
@@ -158,9 +157,9 @@ def _carry_out(copies: list[tuple[int, int, int]]) -> Timing:
 
 
 def broadcast_rotating(member: Member, piece_bytes: int) -> Timing:
-    """The publishers broadcast as many bytes as the weights have to each other with gloo, in pieces.
+    """Broadcasts as many bytes as the weights have among the publishers with gloo, in pieces.
 
-    Each piece comes from the next publisher, and as many are on their way at once as there are publishers.
+    Each piece comes from the next publisher, and as many pieces are in transit at once as there are publishers.
     """
     group, devices = member.groups["publishers"], member.setup.num_devices
     total = member.setup.architecture.num_bytes
@@ -190,10 +189,10 @@ OTHERS = {
 
 
 def measure_other(cast: Cast, way: str) -> float:
-    """Seconds of one update in another way, until every consumer has it.
+    """Returns the seconds of one update in another way, until every consumer has it.
 
     Raises:
-        JobFailed: it went wrong, or what came is not what was sent.
+        JobFailed: the update has failed, or received weights differ from the sent ones.
     """
     cast.ask(cast.consumers, spoil)
     if way == "broadcast":
@@ -208,13 +207,13 @@ def measure_other(cast: Cast, way: str) -> float:
 
 
 def spoil(member: Member) -> None:
-    """Nothing of what a consumer has is of any version."""
+    """Overwrites a consumer's weights, so that they are of no version."""
     for tensor in member.weights.values():
         byte_view(tensor).fill_(255)
 
 
 def broadcast_tensors(member: Member) -> Timing:
-    """Rank 0 and every consumer."""
+    """Broadcasts the weights from rank 0 to every consumer."""
     with Stopwatch() as watch:
         for tensor in member.weights.values():
             dist.broadcast(tensor, 0, group=member.groups["consumers"])
@@ -222,7 +221,7 @@ def broadcast_tensors(member: Member) -> Timing:
 
 
 def save_dcp(member: Member) -> Timing:
-    """Every publisher; each writes a part."""
+    """Saves the weights with DCP. Each publisher writes a part."""
     with Stopwatch() as watch:
         writer = dcp.FileSystemWriter(_checkpoint(member), sync_files=False)
         dcp.save(dict(member.weights), storage_writer=writer, process_group=member.groups["publishers"])
@@ -230,15 +229,15 @@ def save_dcp(member: Member) -> Timing:
 
 
 def load_dcp(member: Member) -> Timing:
-    """A consumer, by itself."""
+    """Loads the weights with DCP, in each consumer without the others."""
     with warnings.catch_warnings(), Stopwatch() as watch:
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # it is what is meant here
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # intended here
         dcp.load(dict(member.weights), storage_reader=dcp.FileSystemReader(_checkpoint(member)), no_dist=True)
     return watch.timing
 
 
 def save_safetensors(member: Member) -> Timing:
-    """Rank 0."""
+    """Saves the weights on rank 0 as a safetensors file."""
     from safetensors.torch import save_file
 
     with Stopwatch() as watch:
@@ -247,7 +246,7 @@ def save_safetensors(member: Member) -> Timing:
 
 
 def load_safetensors(member: Member) -> Timing:
-    """A consumer, tensor by tensor, as inference engines do it."""
+    """Loads the safetensors file in a consumer, tensor by tensor, as inference engines do."""
     from safetensors import safe_open
 
     with Stopwatch() as watch, safe_open(_file(member), framework="pt") as file:
@@ -257,7 +256,7 @@ def load_safetensors(member: Member) -> Timing:
 
 
 def remove_files(member: Member) -> None:
-    """Gives the memory of the files back."""
+    """Removes the files, which frees their memory."""
     shutil.rmtree(_checkpoint(member), ignore_errors=True)
     _file(member).unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
 """Machines of `weights_nodes.py`: network namespaces on one switch, each with a link whose bandwidth is limited.
 
-The kernel's bridge is the switch. Both ends of each link have a token bucket (tc-tbf), so it is full duplex: a machine
-sends and receives at the given rate at once. Needs root.
+The kernel's bridge is the switch. Both ends of each link have a token bucket (tc-tbf), so the link is full duplex: a
+machine sends and receives at the given rate at the same time. Needs root.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from collections.abc import Iterator
 from jobs import JobFailed
 
 BURST_BYTES = 512 << 10
-"""A token bucket lets so much through at once. Linux hands it up to 64 KiB at a time."""
+"""Size of a token bucket. Linux passes up to 64 KiB to it at a time."""
 LATENCY_MS = 20
-"""How long a packet may wait in the queue before a link, as in a switch with some MiB of buffers."""
+"""How long a packet may wait in the queue of a link, as in a switch with some MiB of buffers."""
 NETWORK = "10.78.0"
 INTERFACE = "link0"
 
 
 def address(node: int) -> str:
-    """Where a machine is reached."""
+    """Returns the address of a machine."""
     return f"{NETWORK}.{node + 1}"
 
 
 class Machines:
-    """So many of them."""
+    """A number of machines, linked by a switch."""
 
     def __init__(self, num_nodes: int, gbit_per_s: float) -> None:
         self._prefix = f"kb{secrets.token_hex(3)}"
         self.num_nodes, self.gbit_per_s = num_nodes, gbit_per_s
 
     def inside(self, node: int, *command: str) -> list[str]:
-        """The command line that runs a command on a machine."""
+        """Returns the command line that runs a command on a machine."""
         return ["ip", "netns", "exec", f"{self._prefix}n{node}", *command]
 
     @contextlib.contextmanager
     def built(self) -> Iterator[Machines]:
-        """Makes everything, and removes it afterwards.
+        """Creates the machines, and removes them at the end of the ``with`` block.
 
         Raises:
             JobFailed: the kernel or the user's rights do not allow it.

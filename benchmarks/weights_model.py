@@ -1,12 +1,12 @@
-"""How long an update takes to reach many nodes, by a model of links: no processes, and no clock but that of the model.
+"""Time of an update to many nodes, computed with a model of links: without processes, in the model's own time.
 
     python benchmarks/weights_model.py                            1 to 1,000 nodes; seconds
     python benchmarks/weights_model.py --gib 140 --gbit 100       one case
 
-The product's own functions decide into which buckets the weights are cut (`plan_transfer`), who feeds a node that
-comes (`choose_feeder`), and how many nodes each feeds (`choose_fanout`). By the product's rule a node has some slots,
-passes a bucket on when it has all of it, and takes the next one into a slot when all have let it go. `assumptions` says
-what is modelled. `weights_nodes.py` puts the tables on its page.
+keepstep's own functions decide the buckets of the weights (`plan_transfer`), the feeder of a node that joins
+(`choose_feeder`), and how many nodes each node feeds (`choose_fanout`). As in keepstep a node has some slots, passes a
+bucket on when it has all of it, and receives the next one into a slot when all have released it. `assumptions` lists
+the assumptions of the model. `weights_nodes.py` adds the tables to its page.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ NODES = (1, 4, 16, 100, 1000)
 CASES = ((16.0, 25.0), (1 / 16, 25.0))
 """GiB of weights (8 billion parameters in bf16; a LoRA), and Gbit/s of each link."""
 CONSUMER_S = 0.0007
-"""Measured on 2026-11-25 on two cores: `publish()` of 300 tensors to 1,000 consumers by one proxy, all of which want
-everything, took 0.5 to 0.8 s of the publishing process, to one of them 0.004 s. Most of it is for the layout, in which
-each of them stands."""
+"""Measured on 2026-11-25 on two cores: `publish()` of 300 tensors by one proxy took 0.5 to 0.8 s of the publishing
+process for 1,000 consumers that all want everything, and 0.004 s for one. Most of it is for the layout, which contains
+each consumer."""
 
 
 TIMES = ("latency_s", "hop_s", "announce_s", "consumer_s", "say_s")
-"""Of a `Network`, that can be given."""
+"""The times of a `Network` that a flag can set."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Network:
-    """Equal nodes on a switch that is no limit. Times in seconds.
+    """Equal nodes on a switch with unlimited bandwidth. Times are in seconds.
 
     Attributes:
-        gbit_per_s: of each node's link, in each direction.
-        latency_s: from node to node.
-        hop_s: from the last byte of a bucket until the node passes it on.
+        gbit_per_s: bandwidth of each node's link, in each direction.
+        latency_s: latency from node to node.
+        hop_s: time from the last byte of a bucket until the node passes it on.
         announce_s: processor time on the publishers' node for the messages of a bucket, for any number of consumers.
-        consumer_s: the same for all that is said of a consumer in an update: what it wants, that it has the version,
-            that it uses it. `CONSUMER_S` says where it comes from.
-        say_s: what a message takes through a node, apart from the latency.
-        num_slots: of each node.
-        reload_bytes_per_s: how fast a consumer takes a bucket out of a slot.
+        consumer_s: processor time there for all messages about a consumer in an update: which tensors it wants, that
+            it has the version, that it uses it. See `CONSUMER_S` for its source.
+        say_s: time of a message through a node, without the latency.
+        num_slots: number of slots of each node.
+        reload_bytes_per_s: how fast a consumer copies a bucket out of a slot.
     """
 
     gbit_per_s: float = 25.0
@@ -68,12 +68,12 @@ class Network:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of a link, one way."""
+        """Bandwidth of a link in one direction."""
         return self.gbit_per_s * 1e9 / 8
 
 
 def assumptions(network: Network) -> list[str]:
-    """What the model takes to be so."""
+    """Returns the assumptions of the model."""
     return [
         "A model, not a measurement. Links are equal, full duplex, and lose nothing; their latency is "
         f"{_ms(network.latency_s)}. Headers are not counted.",
@@ -96,7 +96,7 @@ def _ms(seconds: float) -> str:
 
 
 def buckets_of(num_bytes: int, bucket_bytes: int) -> list[int]:
-    """The sizes of the buckets of Llama-style weights of about this size, in the order in which they move."""
+    """Returns the sizes of the buckets of Llama-style weights of about this size, in the order in which they move."""
     forms = [
         TensorForm((name,), str(dtype).removeprefix("torch."), shape, dtype.itemsize)
         for name, (dtype, shape) in architecture_of(num_bytes).forms().items()
@@ -107,13 +107,13 @@ def buckets_of(num_bytes: int, bucket_bytes: int) -> list[int]:
 
 
 def come(num_nodes: int, fanout: int | None, num_bytes: int, bucket_bytes: int, network: Network) -> dict[int, int]:
-    """So many nodes come one after the other; who feeds each of them.
+    """Returns the feeder of each node, if the nodes join one after the other.
 
     Args:
-        num_nodes: how many.
-        fanout: how many others each feeds; None: as it is chosen whenever a node comes.
-        num_bytes, bucket_bytes: of the weights and a bucket, for that choice.
-        network: likewise.
+        num_nodes: number of nodes.
+        fanout: how many others each node feeds; None: chosen by keepstep whenever a node joins.
+        num_bytes, bucket_bytes: sizes of the weights and of a bucket, for this choice.
+        network: the network, for this choice.
     """
     present: list[FedNode] = []
     for number in range(1, num_nodes + 1):
@@ -123,12 +123,12 @@ def come(num_nodes: int, fanout: int | None, num_bytes: int, bucket_bytes: int, 
 
 
 def update_s(feeders: Mapping[int, int], buckets: Sequence[int], network: Network) -> float:
-    """From the first byte until the last consumer has switched to the version.
+    """Returns the time from the first byte until the last consumer has switched to the version.
 
     Args:
-        feeders: of each node, those of lower numbers first.
-        buckets: bytes of each, in their order.
-        network: that they go through.
+        feeders: node -> its feeder, ordered by node.
+        buckets: bytes of each bucket, in their order.
+        network: the network.
     """
     fed: dict[int, list[int]] = {node: [] for node in (ROOT, *feeders)}
     depth = {ROOT: 0}
@@ -161,7 +161,7 @@ WAYS: dict[str, int | None] = {"chain": 1, "tree": 2, "chosen": None}
 
 
 def section(num_bytes: int, bucket_bytes: int, network: Network, nodes: Sequence[int] = NODES) -> Section:
-    """Time against nodes, for weights of one size."""
+    """Returns a table of times by number of nodes, for weights of one size."""
     buckets = buckets_of(num_bytes, bucket_bytes)
     total = sum(buckets)
     bound_s = total / network.bytes_per_s
@@ -190,7 +190,7 @@ def sections(
     network: Network = Network(),
     nodes: Sequence[int] = NODES,
 ) -> list[Section]:
-    """All cases, the last of which says what is assumed."""
+    """Returns a table for each case. The last one has the assumptions as notes."""
     found = [
         section(round(gib * GIB), bucket_bytes, dataclasses.replace(network, gbit_per_s=gbit), nodes)
         for gib, gbit in cases

@@ -1,14 +1,14 @@
-"""How long it takes to publish weights to other machines, whose links are limited, and how much of a link is used.
+"""Time to publish weights to other machines over limited links, and how much of a link's bandwidth is used.
 
     python benchmarks/weights_nodes.py                          1, 2 and 4 nodes, 1 and 5 Gbit/s; 6 minutes, as root
     python benchmarks/weights_nodes.py --nodes 2 --gbit 1       one case
     python benchmarks/weights_nodes.py --quick                  a smoke test; nothing is written
 
-The machines are network namespaces of this one (`weights_links.py`), so they share its processors. On each node there
-is one consumer; the publisher is on a machine of its own, with `keepstep weights serve` beside it. Beside keepstep, in
-plain and with TLS, stand `torch.distributed.broadcast` over gloo, and a safetensors file and a checkpoint of
-`torch.distributed.checkpoint` over HTTP that every node reads. The floor is plain TCP through
-all nodes in a row. For 100 and 1,000 nodes there is a model (`weights_model.py`).
+The machines are network namespaces of this one (`weights_links.py`), so they share its processors. Each node has one
+consumer. The publisher is on a separate machine, together with `keepstep weights serve`. The benchmark compares
+keepstep, without and with TLS, with `torch.distributed.broadcast` over gloo, and with a safetensors file and a
+checkpoint of `torch.distributed.checkpoint` that every node reads over HTTP. The floor is plain TCP through all nodes
+in a row. For 100 and 1,000 nodes there is a model (`weights_model.py`).
 
 Prints tables, and writes ``benchmarks/results/DATE-weights-nodes.md`` with the raw figures in a .json beside it. The
 machine should have nothing else to do.
@@ -43,7 +43,7 @@ MIB = 1 << 20
 QUICK = {"mib_per_gbit": 4, "nodes": [1, 2], "gbit": [1.0], "runs": 1}
 PORT = 29700
 END_S = 10.0
-"""In which a member ends by itself."""
+"""Time in which a member must end by itself."""
 ROLES = Path(__file__).with_name("weights_roles.py")
 FIRST, TLS, BROADCAST, HTTP = "keepstep", "keepstep, TLS", "broadcast, gloo", "safetensors, HTTP"
 CHECKPOINT = "checkpoint, HTTP"
@@ -58,7 +58,7 @@ WAYS = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--mib-per-gbit",
@@ -92,16 +92,16 @@ class Member:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def tell(self, **order: Any) -> None:
-        """Gives an order."""
+        """Sends an order."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """What it says next.
+        """Waits for the next answer, and returns it.
 
         Raises:
-            JobFailed: it has ended.
+            JobFailed: the process has ended.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -110,12 +110,12 @@ class Member:
         return dict(json.loads(line))
 
     def ask(self, **order: Any) -> dict[str, Any]:
-        """Both."""
+        """Sends an order, and returns the answer."""
         self.tell(**order)
         return self.answer()
 
     def close(self) -> None:
-        """Ends it, by SIGKILL if it stands in a collective that an error has broken off."""
+        """Ends the process, with SIGKILL if it still waits in a collective after an error."""
         self._process.terminate()
         try:
             self._process.wait(END_S)
@@ -129,7 +129,7 @@ class Member:
 
 @contextlib.contextmanager
 def members(machines: Machines, roles: list[tuple[int, dict[str, Any]]]) -> Iterator[list[Member]]:
-    """Processes on machines, once all of them are ready."""
+    """Starts processes on machines, and waits until all of them are ready."""
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(contextlib.closing(Member(machines, node, **role))) for node, role in roles]
         for each in found:
@@ -139,7 +139,7 @@ def members(machines: Machines, roles: list[tuple[int, dict[str, Any]]]) -> Iter
 
 @contextlib.contextmanager
 def programs(machines: Machines, folder: Path, is_encrypted: bool) -> Iterator[None]:
-    """`keepstep weights` on every machine."""
+    """Runs `keepstep weights` on every machine."""
     environment = {**os.environ, SECRET_VARIABLE: Secret.new().text()}
     root = f"{address(0)}:{PORT}"
     tls = ["--tls"] if is_encrypted else []
@@ -164,8 +164,8 @@ def programs(machines: Machines, folder: Path, is_encrypted: bool) -> Iterator[N
 
 
 def measure_keepstep(machines: Machines, num_bytes: int, runs: int, is_encrypted: bool) -> list[float]:
-    """Seconds of each update; the first is not counted. Every bit is compared."""
-    folder = Path(tempfile.mkdtemp(prefix="kb"))  # short names, for sockets
+    """Returns the seconds of each update, without the first one. Compares every bit."""
+    folder = Path(tempfile.mkdtemp(prefix="kb"))  # a short path, for sockets
     nodes = range(1, machines.num_nodes)
     roles: list[tuple[int, dict[str, Any]]] = [
         (0, {"role": "publisher", "folder": str(folder / "job"), "num_bytes": num_bytes})
@@ -189,7 +189,7 @@ def measure_keepstep(machines: Machines, num_bytes: int, runs: int, is_encrypted
 
 
 def measure_broadcast(machines: Machines, num_bytes: int, runs: int) -> list[float]:
-    """The same by gloo; the slowest rank counts."""
+    """Returns the same for gloo. The slowest rank counts."""
     common = {
         "role": "broadcaster", "interface": INTERFACE, "meeting": f"{address(0)}:{PORT}", "num_bytes": num_bytes,
         "world_size": machines.num_nodes,
@@ -204,7 +204,7 @@ def measure_broadcast(machines: Machines, num_bytes: int, runs: int) -> list[flo
 
 
 def measure_http(machines: Machines, num_bytes: int, runs: int, kind: str) -> list[float]:
-    """The same by files, ``safetensors`` or ``checkpoint``; saving and the slowest node count."""
+    """Returns the same for files, ``safetensors`` or ``checkpoint``: the time to save, and of the slowest node."""
     common = {"meeting": f"{address(0)}:{PORT}", "num_bytes": num_bytes, "kind": kind}
     roles = [(0, {"role": "web_server", **common})]
     roles += [(node, {"role": "web_client", **common}) for node in range(1, machines.num_nodes)]
@@ -219,7 +219,7 @@ def measure_http(machines: Machines, num_bytes: int, runs: int, kind: str) -> li
 
 
 def measure_floor(machines: Machines, num_bytes: int, runs: int) -> list[float]:
-    """Plain TCP from the publisher's machine through all nodes in a row, each of which hands on what it receives."""
+    """Returns the same for plain TCP from the publisher's machine through all nodes in a row, which forward it."""
     nodes = range(1, machines.num_nodes)
     common = {"port": PORT, "num_bytes": num_bytes}
     roles: list[tuple[int, dict[str, Any]]] = [
@@ -237,7 +237,7 @@ def measure_floor(machines: Machines, num_bytes: int, runs: int) -> list[float]:
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All cases."""
+    """Measures all cases."""
     cases = []
     others = max(1, args.runs - 1)
     for gbit_per_s in args.gbit:
@@ -262,7 +262,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The tables."""
+    """Returns the tables."""
     columns = ["", *(f"{case['gbit_per_s']:g} Gbit/s, {case['nodes']} nodes" for case in result["cases"])]
     rows = [["floor, plain TCP", *(f"{statistics.median(case['floor']):.3f}" for case in result["cases"])]]
     rows += [[way, *(_spread(case[way]) for case in result["cases"])] for way in WAYS]
@@ -302,7 +302,7 @@ def _spread(seconds: list[float]) -> str:
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     setup = (
         f"* {result['settings']['mib_per_gbit']} MiB of weights in bf16 for each Gbit/s of a link, one publisher, one\n"
         "  consumer on each node, in place.\n"
@@ -314,7 +314,7 @@ def markdown(result: dict[str, Any], raw: str) -> str:
 
 
 def main() -> int:
-    """Measures, shows, writes."""
+    """Measures, prints the tables, and writes the page."""
     args = parse_arguments()
     console = Console(stderr=args.json)
     settings = {name: getattr(args, name) for name in ("mib_per_gbit", "runs")}

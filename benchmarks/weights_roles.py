@@ -1,8 +1,8 @@
-"""The processes of `weights_nodes.py`, one of each on a machine; told what to do by lines of JSON.
+"""The processes of `weights_nodes.py`. They get their orders as lines of JSON.
 
     python benchmarks/weights_roles.py '{"role": "consumer", ...}'
 
-A process says ``{"ready": true}`` when it is, and answers each line that it reads with a line.
+A process prints ``{"ready": true}`` when it is ready, and answers each line that it reads with a line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Do = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def weights(num_bytes: int) -> dict[str, torch.Tensor]:
-    """Matrices of 8 MiB in bf16, and some small vectors, all zero."""
+    """Returns matrices of 8 MiB in bf16, and some small vectors, all zero."""
     sizes = [TENSOR_BYTES] * (num_bytes // TENSOR_BYTES)
     if rest := num_bytes % TENSOR_BYTES:
         sizes.append(rest)
@@ -46,14 +46,14 @@ def weights(num_bytes: int) -> dict[str, torch.Tensor]:
 
 
 def randomize(tensors: dict[str, torch.Tensor], version: int) -> None:
-    """Other values in each version."""
+    """Fills the tensors with values that differ in each version."""
     generator = torch.Generator().manual_seed(version)
     for tensor in tensors.values():
         tensor.view(torch.int16).random_(generator=generator)
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """Of every bit."""
+    """Returns a digest of every bit."""
     state = xxhash.xxh3_64()
     for name in sorted(tensors):
         state.update(tensors[name].view(torch.int16).numpy().data)
@@ -62,7 +62,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 @contextlib.contextmanager
 def publisher(settings: dict[str, Any]) -> Iterator[Do]:
-    """``publish``: one version to all consumers."""
+    """Order ``publish``: publishes one version to all consumers."""
     held = weights(settings["num_bytes"])
     with keepstep.Publisher(settings["folder"], held, deadline_s=DEADLINE_S) as source:
 
@@ -82,7 +82,7 @@ def publisher(settings: dict[str, Any]) -> Iterator[Do]:
 
 @contextlib.contextmanager
 def consumer(settings: dict[str, Any]) -> Iterator[Do]:
-    """``look``: what is there."""
+    """Order ``look``: waits for a version, and returns it with the digest of the weights."""
     into = weights(settings["num_bytes"])
     with keepstep.Subscriber(settings["folder"], into=into, atomic=False, deadline_s=DEADLINE_S) as subscriber:
         subscriber.start()
@@ -97,7 +97,7 @@ def consumer(settings: dict[str, Any]) -> Iterator[Do]:
 
 @contextlib.contextmanager
 def broadcaster(settings: dict[str, Any]) -> Iterator[Do]:
-    """``broadcast``: all weights as one tensor, by gloo, from rank 0."""
+    """Order ``broadcast``: broadcasts all weights as one tensor from rank 0, with gloo."""
     os.environ["GLOO_SOCKET_IFNAME"] = settings["interface"]
     dist.init_process_group(
         "gloo", init_method=f"tcp://{settings['meeting']}", rank=settings["rank"], world_size=settings["world_size"]
@@ -117,7 +117,7 @@ def broadcaster(settings: dict[str, Any]) -> Iterator[Do]:
 
 @contextlib.contextmanager
 def web_server(settings: dict[str, Any]) -> Iterator[Do]:
-    """``save``: the weights as files in memory, a safetensors file or a checkpoint, which it hands out."""
+    """Order ``save``: writes the weights to files in memory, a safetensors file or a checkpoint, and serves them."""
     from safetensors.torch import save_file
     from torch.distributed import checkpoint as dcp
 
@@ -151,7 +151,7 @@ def web_server(settings: dict[str, Any]) -> Iterator[Do]:
 
 @contextlib.contextmanager
 def web_client(settings: dict[str, Any]) -> Iterator[Do]:
-    """``load``: reads the files and copies them into its own tensors."""
+    """Order ``load``: reads the files and copies them to its own tensors."""
     from safetensors.torch import load
     from torch.distributed import checkpoint as dcp
 
@@ -180,7 +180,7 @@ def web_client(settings: dict[str, Any]) -> Iterator[Do]:
 
 @contextlib.contextmanager
 def quiet_checkpoint() -> Iterator[None]:
-    """One process saves or loads all of it: that is meant, and warned of."""
+    """Suppresses the warning that one process saves or loads everything, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
@@ -188,7 +188,7 @@ def quiet_checkpoint() -> Iterator[None]:
 
 @contextlib.contextmanager
 def relay(settings: dict[str, Any]) -> Iterator[Do]:
-    """``take``: so many bytes over a plain TCP connection, handed on over another one if there is a ``next``."""
+    """Order ``take``: receives a number of bytes over plain TCP, and forwards them if there is a ``next``."""
     with socket.create_server((settings["host"], settings["port"])) as listener:
 
         def do(order: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def relay(settings: dict[str, Any]) -> Iterator[Do]:
 
 @contextlib.contextmanager
 def spring(settings: dict[str, Any]) -> Iterator[Do]:
-    """``pour``: the bytes for the first `relay`."""
+    """Order ``pour``: sends the bytes to the first `relay`."""
     memory = bytes(CHUNK_BYTES)
 
     def do(order: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ ROLES = {
 
 
 def main() -> None:
-    """Does what it is told until its input ends or SIGTERM comes; then its files in memory are removed."""
+    """Obeys orders until its input ends or SIGTERM arrives. Then removes its files in memory."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Who was busy when in one update: shares of time, a trace for chrome://tracing or Perfetto, and a picture."""
+"""The stages of one update over time: their shares, a trace for chrome://tracing or Perfetto, and a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepstep.trace.targets import replacing, write_whole
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """One update: from its begin until the last process had its end."""
+    """One update, from its begin until it has ended in the last process."""
 
     begun_ns: int
     ended_ns: int
@@ -21,31 +21,31 @@ class Timeline:
 
     @property
     def devices(self) -> list[int]:
-        """Those that did something."""
+        """The devices that have run a stage."""
         return sorted({work.device for work in self.works})
 
     def source_of(self, bucket: int) -> int:
-        """The device that gathered it."""
+        """Returns the device that has gathered a bucket."""
         return next(work.device for work in self.works if (work.stage, work.bucket) == ("h2d", bucket))
 
     def busy_share(self, stage: str) -> float:
-        """The share of the update in which a stage was busy, on average over the devices."""
+        """Returns the share of the update in which a stage was busy, on average over the devices."""
         busy_ns = sum(work.ended_ns - work.begun_ns for work in self.works if work.stage == stage)
         return busy_ns / len(self.devices) / (self.ended_ns - self.begun_ns)
 
     def overlap(self, num_stages: int, device: int | None = None) -> float:
-        """The share of the update in which at least so many of the three stages were busy.
+        """Returns the share of the update in which at least ``num_stages`` of the three stages were busy.
 
         Args:
-            num_stages: how many.
-            device: on which they were busy; None: each may be busy on any.
+            num_stages: the least number of busy stages.
+            device: the device on which they were busy; None: each on any device.
         """
         works = [work for work in self.works if device is None or work.device == device]
         return at_once_ns(works, num_stages) / (self.ended_ns - self.begun_ns)
 
 
 def at_once_ns(works: Iterable[Work], num_stages: int) -> int:
-    """How long at least so many different stages were busy at the same time."""
+    """Returns how long at least ``num_stages`` different stages were busy at the same time."""
     turns = sorted([(work.begun_ns, 1, work.stage) for work in works] + [(w.ended_ns, -1, w.stage) for w in works])
     busy = dict.fromkeys(STAGES, 0)
     total_ns, before_ns = 0, 0
@@ -58,7 +58,7 @@ def at_once_ns(works: Iterable[Work], num_stages: int) -> int:
 
 
 def write_trace(path: Path, timeline: Timeline, title: str) -> Path:
-    """Writes the trace, and the picture next to it; returns the picture's path."""
+    """Writes the trace, and the picture next to it. Returns the picture's path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         write_chrome_trace(ChromeTrace(file, timeline.begun_ns, {"title": title}), timeline)
@@ -68,7 +68,7 @@ def write_trace(path: Path, timeline: Timeline, title: str) -> Path:
 
 
 def write_chrome_trace(trace: ChromeTrace, timeline: Timeline) -> None:
-    """A process for each device, a track for each stage."""
+    """Writes a trace with a process for each device and a track for each stage."""
     for device in timeline.devices:
         trace.process(device, f"device {device}")
         for number, name in enumerate(STAGES.values()):

@@ -1,14 +1,13 @@
-"""How fast buckets go from a feeder to a node by each transport, on one machine; one beside the other in every round.
+"""Speed of buckets from a feeder to a node with each transport, on one machine. Every round measures all of them.
 
     python benchmarks/weights_transports.py             512 MiB, 5 rounds; a minute
     python benchmarks/weights_transports.py --quick     a smoke test; nothing is written
 
-Each way has a publisher, `keepstep weights serve` and `receive`, and a consumer, all of them processes of this machine;
-they stand all the time and publish in turn. Here UCX, below NIXL, may take all that it has: where both ends are on one
-machine that is shared memory, and the kernel copies from one process to the other. With ``UCX_TLS=tcp`` it takes TCP.
-Beside them stand a gloo process group of two, which broadcasts one tensor, and a plain TCP connection, from one process
-to another: no pipeline, checksums or other copies. NIXL has to be installed (``pip install 'keepstep[nixl]'``), or its
-rows are left out.
+Each way has a publisher, `keepstep weights serve` and `receive`, and a consumer, all of them processes of this machine.
+They run all the time and publish in turn. UCX, which NIXL uses, may choose any transport: on one machine that is shared
+memory, and the kernel copies from one process to the other. With ``UCX_TLS=tcp`` it uses TCP. For comparison a gloo
+process group of two broadcasts one tensor, and a plain TCP connection sends from one process to another, without
+pipeline, checksums or other copies. Without NIXL (``pip install 'keepstep[nixl]'``) its rows are left out.
 
 Prints a table, and writes ``benchmarks/results/DATE-weights-transports.md`` with the raw figures in a .json beside it.
 The machine should have nothing else to do.
@@ -48,15 +47,15 @@ Round = Callable[[int], float]
 
 
 class ThisMachine:
-    """As `weights_links.Machines`, for processes that are all here."""
+    """Replaces `weights_links.Machines`: all processes run on this machine."""
 
     def inside(self, node: int, *command: str) -> list[str]:
-        """The command line itself."""
+        """Returns the command line unchanged."""
         return list(command)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=512, help="size of the weights (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=5, help="rounds, after a first one (default: %(default)s)")
@@ -66,14 +65,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def free_address() -> str:
-    """On loopback; free when it was looked for."""
+    """Returns an address on loopback that was free when it was chosen."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 @contextlib.contextmanager
 def member(**settings: Any) -> Iterator[Member]:
-    """A process in one of the roles of `weights_roles.py`, as soon as it is ready."""
+    """Starts a process in one of the roles of `weights_roles.py`, and waits until it is ready."""
     with contextlib.closing(Member(ThisMachine(), 0, **settings)) as found:  # type: ignore[arg-type] - as Machines
         found.answer()
         yield found
@@ -81,11 +80,11 @@ def member(**settings: Any) -> Iterator[Member]:
 
 @contextlib.contextmanager
 def keepstep_link(transport: str, ucx: dict[str, str], num_bytes: int) -> Iterator[Round]:
-    """Publishes by way of one link; what it yields takes a version and returns seconds. Every bit is compared."""
+    """Publishes over one link. Yields a function of a version that returns the seconds. Compares every bit."""
     environment = {**os.environ, **ucx, SECRET_VARIABLE: Secret.new().text()}
     root = free_address()
     with contextlib.ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="kb"))  # short names, for sockets
+        folder = Path(tempfile.mkdtemp(prefix="kb"))  # a short path, for sockets
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         source = stack.enter_context(member(role="publisher", folder=str(folder / "job"), num_bytes=num_bytes))
         for command in (["serve", "job", "--listen", root], ["receive", "node", "--from", root]):
@@ -111,7 +110,7 @@ def keepstep_link(transport: str, ucx: dict[str, str], num_bytes: int) -> Iterat
 
 @contextlib.contextmanager
 def gloo(num_bytes: int) -> Iterator[Round]:
-    """As many bytes by a process group of two."""
+    """Sends the same number of bytes with a process group of two."""
     common = {
         "role": "broadcaster", "interface": "lo", "meeting": free_address(), "num_bytes": num_bytes, "world_size": 2,
     }  # fmt: skip
@@ -133,7 +132,7 @@ def gloo(num_bytes: int) -> Iterator[Round]:
 
 @contextlib.contextmanager
 def plain(num_bytes: int) -> Iterator[Round]:
-    """As many bytes by one connection."""
+    """Sends the same number of bytes over one connection."""
     host, _, port = free_address().partition(":")
     common = {"host": host, "port": int(port), "num_bytes": num_bytes}
     with member(role="relay", next="", **common) as relay, member(role="spring", **common) as spring:
@@ -147,7 +146,7 @@ def plain(num_bytes: int) -> Iterator[Round]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each round, by way; the first round is not counted."""
+    """Returns way -> seconds of each round, without the first one."""
     num_bytes = args.mib * MIB
     has_nixl = importlib.util.find_spec("nixl") is not None
     seconds: dict[str, list[float]] = {}
@@ -165,7 +164,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """The table."""
+    """Returns the table."""
     num_bytes = result["settings"]["mib"] * MIB
     rows = []
     for way, seconds in result["seconds"].items():
@@ -182,14 +181,14 @@ def sections(result: dict[str, Any]) -> list[Section]:
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     setup = f"* {result['settings']['mib']} MiB of weights in bf16, one publisher, one node, one consumer, in place.\n"
     head = page.heading("Weights over one link", result) + setup + page.measured_in(result, raw) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 
 def main() -> int:
-    """Measures, shows, writes."""
+    """Measures, prints the tables, and writes the page."""
     args = parse_arguments()
     console = Console(stderr=args.json)
     settings = {name: getattr(args, name) for name in ("mib", "runs")}

@@ -1,14 +1,14 @@
-"""Five ways to share the GPT of train_gpt.py among ranks, for its flag --parallel. No line here is keepstep's.
+"""Five ways to share the GPT of train_gpt.py among ranks, for its flag --parallel. This file does not use keepstep.
 
-    ddp     every rank has all of the model
+    ddp     every rank has the whole model
     fsdp2   every rank has a part of each tensor
     hsdp    two halves of the ranks, each of which shares one model as under fsdp2
     tp      the ranks of a pair share the heads and the hidden features of each block
     pp      the first rank of a pair has the first half of the blocks, the second rank the others
 
 Under tp and pp the pairs are data-parallel replicas of each other; one pair is enough. Under tp an odd number of ranks
-is one group in place of pairs. Under pp the head is a matrix of its own, which begins as a copy of the embedding, and
-each stage clips its own gradients; in all other ways the model is the same.
+is one group instead of pairs. Under pp the head is a separate matrix, initialised as a copy of the embedding, and each
+stage clips its own gradients. Otherwise the model is the same.
 
 Shapes: B batch, T time (bytes), W width, V values of a byte.
 """
@@ -40,11 +40,11 @@ BLOCK_PLAN = {
 
 
 class Part:
-    """What one rank has of the model, and how it computes the gradients of that.
+    """One rank's part of the model. Computes its gradients.
 
     Attributes:
         model: a replica, a shard or a stage.
-        protect: what `session.protect` has to know besides the model.
+        protect: further arguments for `session.protect`.
     """
 
     def __init__(self, model: nn.Module, **protect: object) -> None:
@@ -52,20 +52,20 @@ class Part:
         self.protect = protect
 
     def forward_backward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """Leaves the gradients in the model. Returns the loss of this rank's batch."""
+        """Computes the gradients of the model's parameters. Returns the loss of this rank's batch."""
         loss = self.model(tokens_BT, targets_BT)
         loss.backward()
         return loss
 
 
 def parallelize(gpt: GPT, how: str, world_size: int, batch_size: int) -> Part:
-    """The part of a rank.
+    """Returns this rank's part of the model.
 
     Args:
-        gpt: with the same weights on every rank; it is changed.
+        gpt: the model, with the same weights on every rank. It is changed.
         how: one of `WAYS`.
         world_size: number of ranks.
-        batch_size: of one data-parallel rank.
+        batch_size: batch size of one data-parallel rank.
     """
     if how in ("hsdp", "pp") and world_size % 2:
         raise SystemExit(f"--parallel {how} needs an even number of ranks, not {world_size}")
@@ -90,7 +90,7 @@ def parallelize(gpt: GPT, how: str, world_size: int, batch_size: int) -> Part:
 
 
 def fully_sharded(gpt: GPT, mesh: DeviceMesh) -> nn.Module:
-    """Gathers one block at a time."""
+    """Shards the model with FSDP2, so that it gathers one block at a time."""
     for block in gpt.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(gpt, mesh=mesh)
@@ -100,13 +100,14 @@ def fully_sharded(gpt: GPT, mesh: DeviceMesh) -> nn.Module:
 
 
 def cut_blocks(gpt: GPT, mesh: DeviceMesh) -> None:
-    """Gives each rank some heads and some hidden features of every block; all ranks have the rest of the model."""
+    """Gives each rank some heads and some hidden features of every block. All ranks hold the rest of the model."""
     for block in gpt.blocks:
         if block.heads % mesh.size():
             raise SystemExit(f"--parallel tp: {mesh.size()} ranks cannot share {block.heads} heads; change --heads")
         block.heads //= mesh.size()
         for tensor in (block.qkv.weight, block.qkv.bias):
-            # Its rows are all of q, of k and of v. A rank gets one run of rows: now those of its heads in all three.
+            # The rows are all of q, then all of k, then all of v. A rank gets contiguous rows, so this reorders them:
+            # the rows of one rank's heads in q, k and v come one after the other.
             tensor.data = tensor.data.unflatten(0, (3, mesh.size(), -1)).transpose(0, 1).flatten(0, 2)
         parallelize_module(block, mesh, BLOCK_PLAN)
     for module in gpt.modules():
@@ -116,17 +117,17 @@ def cut_blocks(gpt: GPT, mesh: DeviceMesh) -> None:
 
 
 def replicated(_module: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh) -> tuple[DTensor]:
-    """Inputs that all ranks have, as DTensors. All parameters are DTensors, for clipping takes no mixture of both."""
+    """Returns replicated inputs as DTensors. All parameters are DTensors, because clipping accepts no mixture."""
     return (DTensor.from_local(inputs[0], mesh, [Replicate()]),)
 
 
 def local(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
-    """What this rank has of an output."""
+    """Returns the local part of an output."""
     return output.to_local()
 
 
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Averages each gradient over the replicas in the backward, as DDP does, which knows no DTensors."""
+    """Averages each gradient over the replicas in the backward, as DDP does. DDP does not support DTensors."""
 
     def average(parameter: nn.Parameter) -> None:
         gradient = parameter.grad.to_local()
@@ -141,7 +142,7 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class Stage(nn.Module):
-    """Half of the blocks. The first stage has the embeddings as well, the last one norm and head."""
+    """A stage with half of the blocks. The first stage also has the embeddings, the last one norm and head."""
 
     def __init__(self, gpt: GPT, is_last: bool) -> None:
         super().__init__()
@@ -154,17 +155,17 @@ class Stage(nn.Module):
             gpt.blocks[number] = nn.Identity()  # the others keep their names
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens to activations, or activations to logits."""
+        """Computes activations from tokens, or in the last stage logits from activations."""
         if self.is_last:
             return self.gpt.read_out(self.gpt.blocks(x))
         return self.gpt.blocks(self.gpt.embed(x))
 
 
 class PipelinePart(Part):
-    """A stage of a pipeline; those of equal stages are replicas of each other."""
+    """A stage of a pipeline. Equal stages are replicas of each other."""
 
     def __init__(self, gpt: GPT, mesh: DeviceMesh, batch_size: int) -> None:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # takes a second, which other ways save
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # takes a second, only needed here
 
         number = mesh.get_local_rank("pipeline")
         self.is_first = number == 0
@@ -175,9 +176,9 @@ class PipelinePart(Part):
         super().__init__(model, schedule=self.schedule)
 
     def forward_backward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """Computes the micro-batches; the last stage tells the first one the loss."""
+        """Computes the micro-batches. The last stage sends the loss to the first one."""
         losses: list[torch.Tensor] = []
-        inputs = [tokens_BT] if self.is_first else []  # the last stage gets its own from the first one
+        inputs = [tokens_BT] if self.is_first else []  # the last stage gets its inputs from the first one
         self.schedule.step(*inputs, target=targets_BT, losses=losses)
         loss = torch.zeros(()) if self.is_first else torch.stack(losses).detach().mean()
         dist.broadcast(loss, group=self.group, group_src=1)

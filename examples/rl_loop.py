@@ -1,23 +1,23 @@
-"""Reinforcement learning (GRPO) whose weights flow from two trainers to two generators at every step; lose any of them.
+"""Reinforcement learning (GRPO): two trainers send their weights to two generators at every step, and any may be lost.
 
 The policy learns to write a row of digits backwards. One command starts the generators and the job, prints the mean
-reward as it grows, and ends everything:
+reward, and ends all processes:
 
     python examples/rl_loop.py
 
-The same twice, under `keepstep drill`: the second time trainers are killed, and generators all the time:
+The same under `keepstep drill`: it runs the job twice, and kills trainers in the second run, and generators in both:
 
     python examples/rl_loop.py --kill
 
     trainer 0 ─┐  weights of each step, whole   ┌─► generator 0 ─┐
     trainer 1 ─┴────────────────────────────────┴─► generator 1 ─┴── samples ──► trainers
 
-The trainers (FSDP2, so neither holds what the other does) ask the generators for the samples of a step over a Unix
-socket. A sample is a function of (version, prompt, seed): it is drawn inside `using(version=...)`, so with the one
-version that it names, and always in a batch of the same shape. So samples that are lost with a generator are drawn
-again by the other one, and training is the same bit for bit whoever is killed.
+The trainers (FSDP2, each with a shard of its own) request the samples of a step from the generators over a Unix socket.
+A sample is a function of (version, prompt, seed): the generator draws it inside `using(version=...)`, so with exactly
+this version, and always in a batch of the same shape. So if samples are lost with a generator, the other one draws them
+again, and the training is bit for bit the same whichever process is killed.
 
-The generators may be on another machine, of which each command is told by hand:
+The generators may be on another machine. Then start each part by hand:
 
     keepstep token --new --out job.secret                                        # once; copy it to both machines
     keepstep weights serve /tmp/rl/weights --listen trainer:29600 --secret-file job.secret         # on the trainers'
@@ -27,7 +27,7 @@ The generators may be on another machine, of which each command is told by hand:
     python examples/rl_loop.py generate /tmp/rl 0 --listen generator:7000 --secret-file job.secret
     python examples/rl_loop.py generate /tmp/rl 1 --listen generator:7001 --secret-file job.secret
 
-It needs nothing but torch and keepstep. Shapes: P prompts, G answers to each, B = P * G samples, L digits of a row.
+It needs only torch and keepstep. Shapes: P prompts, G answers to each, B = P * G samples, L digits of a row.
 """
 
 import argparse
@@ -58,16 +58,16 @@ from torch.distributed.fsdp import fully_shard
 import keepstep
 
 LENGTH, DIGITS, NOTHING = 4, 10, 10
-PROMPTS, GROUP = 16, 16  # of each trainer in a step: so many prompts, each answered so many times
+PROMPTS, GROUP = 16, 16  # per trainer and step: number of prompts, and of answers to each of them
 NUM_GENERATORS = 2
-DEADLINE_S = 60.0  # for the samples of one step, whatever is killed meanwhile
+DEADLINE_S = 60.0  # for the samples of one step, including lost generators
 POLL_S = 0.05
-KILLS = {1: "forward", 2: "barrier", 3: "optimizer"}  # of trainers, after so many fourths of the steps
-MAX_KILLED, ANSWERS = 20, 10  # generators at most; one each time that both have given so many answers
+KILLS = {1: "forward", 2: "barrier", 3: "optimizer"}  # quarter of the steps -> phase of the killed trainer
+MAX_KILLED, ANSWERS = 20, 10  # at most so many generators; one each time that both have this many answers
 
 
 class Policy(nn.Module):
-    """Given a prompt and the answer so far, how likely each next digit is."""
+    """Computes the logits of the next digit from a prompt and the answer so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,15 +79,15 @@ class Policy(nn.Module):
 
 
 def prefix(answer_BL: torch.Tensor, position: int) -> torch.Tensor:
-    """The answer up to a position; what comes later is nothing yet."""
+    """Returns the answer up to a position, filled up with ``NOTHING``."""
     return torch.where(torch.arange(LENGTH) < position, answer_BL, NOTHING)
 
 
-# ---- what trainers and generators say to each other ------------------------------------------------------------------
+# ---- messages between trainers and generators ------------------------------------------------------------------------
 
 
 class Line:
-    """A message as a line with a MAC: on a network, each side believes only who has the job's secret."""
+    """Encodes a message as a line with a MAC. On a network, each side accepts only messages with the job's secret."""
 
     def __init__(self, secret_file: Path | None) -> None:
         self.secret = b"" if secret_file is None else secret_file.read_bytes()  # a Unix socket needs none
@@ -115,13 +115,13 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def digest_of(policy: Policy) -> str:
-    """Of every bit of the weights."""
+    """Returns a digest of all bits of the weights."""
     return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in policy.parameters())).hexdigest()[:16]
 
 
 @torch.inference_mode()
 def draw(policy: Policy, prompt_BL: torch.Tensor, seed: int) -> torch.Tensor:
-    """Answers [B, L], digit by digit; the same for the same weights, prompts and seed."""
+    """Draws answers [B, L], digit by digit. They depend only on the weights, the prompts and the seed."""
     generator = torch.Generator().manual_seed(seed)
     answer_BL = torch.full_like(prompt_BL, NOTHING)
     for position in range(LENGTH):
@@ -131,23 +131,23 @@ def draw(policy: Policy, prompt_BL: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 class Generator(socketserver.ThreadingTCPServer):
-    """Answers each line, a request, with a line."""
+    """Answers each request, a line, with a line."""
 
     daemon_threads = allow_reuse_address = True
 
     def __init__(self, folder: Path, number: int, listen: str | None, line: Line) -> None:
         self.policy, self.line = Policy(), line
-        device = number if listen is None else 0  # on another machine all attach to the one that stands in
+        device = number if listen is None else 0  # on another machine all attach to device 0 of `weights receive`
         self.subscriber = keepstep.Subscriber(folder / "weights", into=self.policy, device=device)
         folder.mkdir(parents=True, exist_ok=True)
         self.log = (folder / f"samples-{number}-{os.getpid()}.jsonl").open("a")
         path = folder / f"generator-{number}"
-        path.unlink(missing_ok=True)  # that of one that was killed
+        path.unlink(missing_ok=True)  # of a generator that was killed
         self.address_family = socket.AF_UNIX if listen is None else socket.AF_INET
         super().__init__(str(path) if listen is None else host_and_port(listen), Requests)
 
     def answer(self, request: dict) -> dict:
-        """Samples of exactly the version that is asked for."""
+        """Returns samples of exactly the requested version, or an error."""
         prompt_BL = torch.tensor(request["prompts"])
         try:
             with self.subscriber.using(1.0, version=request["version"]) as version:
@@ -162,18 +162,18 @@ class Generator(socketserver.ThreadingTCPServer):
 
 
 class Requests(socketserver.StreamRequestHandler):
-    """The requests of one trainer."""
+    """Handles the requests of one trainer."""
 
     server: Generator
 
     def handle(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the trainer was killed, or asks another generator
+        with contextlib.suppress(ConnectionError):  # the trainer was killed, or uses another generator
             for line in self.rfile:
                 self.wfile.write(self.server.line.of(self.server.answer(self.server.line.read(line))))
 
 
 def generate(folder: Path, number: int, listen: str | None = None, secret_file: Path | None = None) -> None:
-    """One generator, until it is told to end."""
+    """Runs one generator until SIGTERM."""
     torch.set_num_threads(1)
     with Generator(folder, number, listen, Line(secret_file)) as server, server.subscriber:
         server.subscriber.start()
@@ -185,7 +185,7 @@ def generate(folder: Path, number: int, listen: str | None = None, secret_file: 
 
 
 class Asked:
-    """The samples of one step, asked for: of the other generator where one is lost or does not have the version."""
+    """Requests the samples of one step. If a generator is lost or lacks the version, it asks the next one."""
 
     def __init__(self, addresses: list[str], line: Line, request: dict) -> None:
         self.request, self._addresses, self._line = request, addresses, line
@@ -193,7 +193,7 @@ class Asked:
         self._received = b""
 
     def poll(self) -> dict | None:
-        """Looks for the answer for a moment; None: not yet."""
+        """Waits `POLL_S` for the answer. Returns None if it is not there yet."""
         try:
             if self._socket is None:
                 self._socket, self._received = connected(self._addresses[0]), b""
@@ -206,7 +206,7 @@ class Asked:
             if "error" not in answer:
                 self.close()
                 return answer
-        except OSError:  # it was killed, or is not there yet
+        except OSError:  # the generator was killed, or has not started yet
             time.sleep(POLL_S)
         self.close()
         self._addresses = [*self._addresses[1:], self._addresses[0]]
@@ -225,7 +225,7 @@ class Asked:
 
 
 def connected(address: str) -> socket.socket:
-    """To a generator: on another machine, or at a path."""
+    """Connects to a generator: HOST:PORT on another machine, or the path of a Unix socket."""
     if ":" in address:
         return socket.create_connection(host_and_port(address), timeout=1.0)
     found = socket.socket(socket.AF_UNIX)
@@ -234,10 +234,10 @@ def connected(address: str) -> socket.socket:
 
 
 def samples_of(asked: Asked) -> torch.Tensor:
-    """Waits until all trainers have their samples; answers [B, L].
+    """Waits until all trainers have their samples, and returns the answers [B, L].
 
-    They tell each other all the time how many have them. These collectives are what keepstep sees of the wait: it is no
-    hang, and when a trainer is lost the wait ends. A collective that a failure cut off counts this rank alone.
+    All trainers repeatedly reduce how many have them. With these collectives keepstep sees that a waiting trainer does
+    not hang, and the wait ends when a trainer is lost. A collective that a failure interrupts counts this rank alone.
     """
     sample, until_s = None, time.monotonic() + DEADLINE_S
     while True:
@@ -255,14 +255,14 @@ def samples_of(asked: Asked) -> torch.Tensor:
 
 
 def advantages(reward_BL: torch.Tensor) -> torch.Tensor:
-    """How much better each digit is than those of its group, the answers to the same prompt (GRPO)."""
+    """Returns how much better each digit is than those of its group, the answers to the same prompt (GRPO)."""
     reward_PGL = reward_BL.view(PROMPTS, GROUP, LENGTH)
     centred_PGL = reward_PGL - reward_PGL.mean(1, keepdim=True)
     return (centred_PGL / (reward_PGL.std(1, keepdim=True) + 1e-4)).view(-1, LENGTH)
 
 
 def loss_of(policy: nn.Module, prompt_BL: torch.Tensor, answer_BL: torch.Tensor, advantage_BL: torch.Tensor):
-    """REINFORCE: the likelihood of each digit, weighted by its advantage."""
+    """Returns the REINFORCE loss: the negative log-likelihood of each digit, weighted by its advantage."""
     prefixes = torch.cat([prefix(answer_BL, position) for position in range(LENGTH)])
     logits = policy(prompt_BL.repeat(LENGTH, 1), prefixes)
     surprise = F.cross_entropy(logits, answer_BL.T.flatten(), reduction="none").view(LENGTH, -1).T
@@ -270,7 +270,7 @@ def loss_of(policy: nn.Module, prompt_BL: torch.Tensor, answer_BL: torch.Tensor,
 
 
 def train(folder: Path, num_steps: int, generators: str | None = None, secret_file: Path | None = None) -> None:
-    """One trainer."""
+    """Runs one trainer."""
     paths = [str(folder / f"generator-{number}") for number in range(NUM_GENERATORS)]
     addresses, line = generators.split(",") if generators else paths, Line(secret_file)
     session = keepstep.init(seed=0)
@@ -293,7 +293,7 @@ def train(folder: Path, num_steps: int, generators: str | None = None, secret_fi
                 answer_BL = samples_of(asked)
             reward_BL = (answer_BL == prompt_BL.flip(1)).float()
             mean_reward = reward_BL.mean()
-            dist.all_reduce(mean_reward)  # a value of the script that both trainers keep is the same on both
+            dist.all_reduce(mean_reward)  # values in session.state() must be equal on all ranks
             optimizer.zero_grad()
             loss_of(policy, prompt_BL, answer_BL, advantages(reward_BL)).backward()
             optimizer.step()
@@ -306,7 +306,7 @@ def train(folder: Path, num_steps: int, generators: str | None = None, secret_fi
 
 
 class Generators:
-    """The processes, forked from this one, which has imported torch and computes nothing."""
+    """The processes of the generators, forked from this one, which has imported torch and computes nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.num_killed = folder, 0
@@ -318,13 +318,13 @@ class Generators:
         return process
 
     def look_after(self, kills: bool) -> None:
-        """Starts one in the place of each that has ended. With kills, ends one where both have given answers."""
+        """Restarts each process that has ended. With ``kills``, kills one when both have given enough answers."""
         if (
             kills
             and self.num_killed < MAX_KILLED
             and all(self._num_answers(each) >= ANSWERS for each in self.processes)
         ):
-            self.processes[self.num_killed % NUM_GENERATORS].kill()  # SIGKILL, wherever it stands
+            self.processes[self.num_killed % NUM_GENERATORS].kill()  # SIGKILL, at any point
             self.num_killed += 1
         for number, process in enumerate(self.processes):
             if select.select([process.sentinel], [], [], POLL_S)[0]:
@@ -340,7 +340,7 @@ class Generators:
 
 
 def orchestrate(folder: Path, num_steps: int, kills: bool) -> int:
-    """Runs generators and trainers to their end; the exit code of the job."""
+    """Runs generators and trainers to their end. Returns the job's exit code."""
     faults = [f"kill@step={num_steps * n // 4 + n},phase={phase},rank={n % 2}" for n, phase in KILLS.items()]
     command = ["drill", "--faults", ";".join(faults)] if kills else ["run"]
     flags = ["--nproc-per-node", "2", "--spares", "1"]

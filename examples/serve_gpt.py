@@ -1,10 +1,10 @@
 """Generate text with the GPT of train_gpt.py while it trains, over HTTP, always with the newest weights.
 
-Train, giving the weights to whoever asks for them in a folder (kill one of the workers while it runs):
+Train, and publish the weights in a folder (kill one of the workers while it runs):
 
     keepstep run --nproc-per-node 3 --spares 1 examples/train_gpt.py --steps 5000 --publish /tmp/gpt
 
-Serve. Either may be started first; the shape (--size, --layers, ...) must be the same:
+Serve. Start the two commands in any order; the shape (--size, --layers, ...) must be the same:
 
     python examples/serve_gpt.py /tmp/gpt --port 8000
 
@@ -13,11 +13,11 @@ Ask:
     curl 'http://127.0.0.1:8000/generate?prompt=import&bytes=80&temperature=0.5'
     curl 'http://127.0.0.1:8000/health'
 
-Each answer names the version that it was made with: the number of steps that the weights have seen. It is made with
-that version from its first byte to its last. While ranks are lost and while no job runs at all, the server answers with
-the last version that it has; before it has any, the answer is 503.
+Each answer contains the version of the weights that has generated it: the number of steps trained. One version
+generates the whole answer. While ranks are lost, and while no job runs at all, the server answers with the last version
+that it has; before it has any, the answer is 503.
 
-It needs nothing but torch and keepstep. What keepstep adds to a server is the subscriber in `main`, and
+It needs only torch and keepstep. The lines for keepstep are the subscriber in `main`, and
 `with subscriber.using() as version:` around each use of the weights.
 """
 
@@ -45,11 +45,18 @@ MAX_BYTES = 1000
 
 
 class BadRequest(ValueError):
-    """The client asks for something that cannot be; the message says what is allowed."""
+    """The request is invalid. The message says what is allowed."""
 
 
 def generate(gpt: GPT, prompt: bytes, num_bytes: int, temperature: float) -> bytes:
-    """What follows the prompt; at temperature 0 always the likeliest byte. The GPT sees one context of bytes."""
+    """Returns the bytes that follow the prompt.
+
+    Args:
+        gpt: the model. It sees the last ``context`` bytes only.
+        prompt: at least one byte.
+        num_bytes: how many bytes to generate.
+        temperature: of the sampling; 0: always the most likely byte.
+    """
     context = gpt.position.num_embeddings
     text = list(prompt)
     for _ in range(num_bytes):
@@ -62,7 +69,7 @@ def generate(gpt: GPT, prompt: bytes, num_bytes: int, temperature: float) -> byt
 
 
 def digest_of(gpt: GPT) -> str:
-    """Of every bit of the weights."""
+    """Returns a digest of all bits of the weights."""
     digest = xxhash.xxh3_64()  # keepstep's own checksum, installed with it
     for parameter in gpt.parameters():
         digest.update(parameter.detach().numpy().data)
@@ -70,7 +77,11 @@ def digest_of(gpt: GPT) -> str:
 
 
 def parse_question(query: str) -> tuple[bytes, int, float]:
-    """Prompt, number of bytes and temperature."""
+    """Returns prompt, number of bytes and temperature of a query string.
+
+    Raises:
+        BadRequest: a value is unknown or not allowed.
+    """
     given = dict(parse_qsl(query, keep_blank_values=True))
     if unknown := given.keys() - DEFAULTS.keys():
         raise BadRequest(f"unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(DEFAULTS)}")
@@ -90,9 +101,9 @@ def parse_question(query: str) -> tuple[bytes, int, float]:
 
 
 class TextServer(ThreadingHTTPServer):
-    """Answers each request in a thread of its own, on this machine only."""
+    """Answers each request in a separate thread. Listens on the loopback interface only."""
 
-    daemon_threads = False  # server_close() waits for the answers under way
+    daemon_threads = False  # so that server_close() waits for unfinished answers
     request_queue_size = 128
 
     def __init__(self, port: int, gpt: GPT, subscriber: keepstep.Subscriber) -> None:
@@ -101,7 +112,7 @@ class TextServer(ThreadingHTTPServer):
         self.subscriber = subscriber
 
     def answer(self, path: str, query: str) -> tuple[HTTPStatus, dict[str, object]]:
-        """What GET says."""
+        """Returns status and content of the answer to a GET request."""
         try:
             match path:
                 case "/generate":
@@ -116,13 +127,13 @@ class TextServer(ThreadingHTTPServer):
             return HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(error)}
 
     def text(self, prompt: bytes, num_bytes: int, temperature: float) -> dict[str, object]:
-        """Made with one version: a newer one waits until the block has been left."""
+        """Generates text with one version of the weights. A newer version waits until the ``with`` block ends."""
         with self.subscriber.using() as version, torch.inference_mode():
             text = generate(self.gpt, prompt, num_bytes, temperature)
             return {"version": version, "text": text.decode(errors="replace"), "digest": digest_of(self.gpt)}
 
     def health(self) -> dict[str, object]:
-        """How the weights are, and why the latest version did not come, if it did not."""
+        """Returns the state of the weights, and the error if the latest version failed to arrive."""
         error = self.subscriber.last_error
         return {
             "version": self.subscriber.version,
@@ -133,7 +144,7 @@ class TextServer(ThreadingHTTPServer):
 
 
 class Request(BaseHTTPRequestHandler):
-    """One request, one answer, in JSON."""
+    """Handles one request. The answer is JSON."""
 
     server: TextServer
     timeout = 10  # seconds, for a client that sends nothing
@@ -150,7 +161,7 @@ class Request(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing: a line for each request is more than anybody reads."""
+        """Suppresses the log line of each request."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -170,12 +181,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    torch.set_num_threads(1)  # several requests run at the same time instead, and the training needs cores, too
+    torch.set_num_threads(1)  # requests run in parallel threads, and the training needs cores, too
     gpt = build_model(args.config).eval()
     subscriber = keepstep.Subscriber(args.folder, into=gpt, name=f"serve_gpt.py, process {os.getpid()}")
     with subscriber, TextServer(args.port, gpt, subscriber) as server:
         for number in (signal.SIGINT, signal.SIGTERM):
-            # In a thread, for shutdown() waits until serve_forever(), which the signal has interrupted, has returned.
+            # In a thread, because shutdown() waits for serve_forever(), which the signal has interrupted, to return.
             signal.signal(number, lambda *_: threading.Thread(target=server.shutdown).start())
         subscriber.start()
         print(f"serving http://127.0.0.1:{server.server_port}", flush=True)

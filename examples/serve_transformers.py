@@ -1,18 +1,18 @@
-"""A model of Hugging Face Transformers writes text while it is trained; each answer says which version made it.
+"""Generate text with a model of Hugging Face Transformers while it is trained. Each answer names its version.
 
-One command starts a job of two ranks, and asks the model what comes after a prompt while it trains:
+One command starts a job of two ranks, and has the model continue a prompt while it trains:
 
     python examples/serve_transformers.py
 
-Kill one of the ranks while it runs (`pgrep -f "serve_transformers.py train"` shows them): answers go on with the last
-version, and new versions come when the rank has been replaced. Or start the two parts by hand, in any order:
+Kill one of the ranks while it runs (`pgrep -f "serve_transformers.py train"` shows them). The engine continues with the
+last version, and gets new versions when the rank has been replaced. Or start the two parts by hand, in any order:
 
     keepstep run --nproc-per-node 2 --spares 1 examples/serve_transformers.py train /tmp/llama
     python examples/serve_transformers.py ask /tmp/llama
 
-The model is a small Llama that reads bytes, the text is the source of Python's standard library; nothing is
-downloaded. What keepstep adds to the training is `publish_weights`, and to the engine `GenerationEngine`, whose
-`generate` is that of the model.
+The model is a small Llama over bytes, the text is the source of Python's standard library; nothing is downloaded. The
+training calls keepstep's `publish_weights`. The engine is a `GenerationEngine`, whose `generate` takes the arguments of
+the model's.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PROMPT = "def "
 
 
 def build_model() -> LlamaForCausalLM:
-    """The same shape in the training and in the engine."""
+    """Returns a model. Training and engine use the same shape."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256,
@@ -52,13 +52,13 @@ def build_model() -> LlamaForCausalLM:
 
 
 def text() -> torch.Tensor:
-    """Bytes of the standard library."""
+    """Returns bytes of the standard library: uint8, one dimension."""
     files = sorted(Path(argparse.__file__).parent.glob("*.py"))
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)[: 2**19]), dtype=torch.uint8)
 
 
 def train(folder: Path, num_steps: int) -> None:
-    """One rank."""
+    """Trains one rank, and publishes the weights in the folder."""
     session = keepstep.init(seed=0)
     model = DistributedDataParallel(build_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -76,7 +76,7 @@ def train(folder: Path, num_steps: int) -> None:
 
 
 def ask(folder: Path, num_steps: int, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Asks again whenever there is a newer version, until the last one has answered."""
+    """Continues the prompt with each new version of the weights, until the last version or the end of the training."""
     torch.set_num_threads(1)  # the training needs cores, too
     prompt = torch.tensor([list(PROMPT.encode())])
     last = -1
@@ -92,7 +92,7 @@ def ask(folder: Path, num_steps: int, is_over: Callable[[], bool] = lambda: Fals
 
 
 def orchestrate(num_steps: int) -> int:
-    """The job and the engine, to the end of the training."""
+    """Runs the job and the engine until the training ends. Returns the job's exit code."""
     with tempfile.TemporaryDirectory(prefix="llama-") as folder:
         part = ["train", folder, "--steps", str(num_steps)]
         command = [sys.executable, "-m", "keepstep.cli.main", "run", "--nproc-per-node", "2", "--spares", "1"]

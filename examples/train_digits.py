@@ -1,7 +1,7 @@
-"""Train a small convolutional net on handwritten digits, with everything that has state beside the weights.
+"""Train a small convolutional net on handwritten digits, with many kinds of state besides the weights.
 
-BatchNorm's statistics, momentum, a learning rate schedule, an averaged copy of the weights and, with --amp, a
-loss scale: all of it is protected, and after a failure all of it is what it would have been without one.
+That is BatchNorm's statistics, momentum, a learning rate schedule, an averaged copy of the weights and, with --amp, a
+loss scale. keepstep protects all of it: after a failure it has the same values as without one.
 
 Three ranks and a warm spare on this machine. Kill one of the workers while it runs; the status shows their process ids:
 
@@ -12,12 +12,12 @@ Kill ranks in every phase of a step, and compare the final weights with those of
 
     keepstep drill --nproc-per-node 3 --spares 1 examples/train_digits.py
 
-The same script by itself, and with half precision:
+Run the script by itself, and with half precision:
 
     python examples/train_digits.py
     python examples/train_digits.py --amp bfloat16
 
-The data set is the one inside scikit-learn (pip install scikit-learn): 1797 images of 8×8 pixels, no download.
+The data set is part of scikit-learn (pip install scikit-learn): 1797 images of 8×8 pixels, no download.
 
 Shapes: B batch, C channels, H height, W width.
 """
@@ -39,7 +39,7 @@ NUM_TRAINING = 1500  # the other 297 images are the test set
 
 
 def build_model(width: int = 16, dropout: float = 0.2, seed: int = 0) -> nn.Sequential:
-    """Two convolutions with BatchNorm and a linear head, with the same weights on every rank."""
+    """Returns two convolutions with BatchNorm and a linear head, with the same weights on every rank."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1, bias=False),
@@ -56,7 +56,7 @@ def build_model(width: int = 16, dropout: float = 0.2, seed: int = 0) -> nn.Sequ
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """Training and test set: images, float32 in [0, 1] of shape (1, H, W), and their digits."""
+    """Returns training and test set: images, float32 in [0, 1] of shape (1, H, W), and their digits."""
     digits = load_digits()
     images_BCHW = torch.from_numpy(digits.images).float()[:, None] / 16
     labels_B = torch.from_numpy(digits.target).long()
@@ -65,10 +65,10 @@ def read_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def share_statistics(model: nn.Module) -> None:
-    """Give every rank the mean of all ranks' BatchNorm statistics.
+    """Gives every rank the mean of all ranks' BatchNorm statistics.
 
-    Each rank's statistics have seen its own batches only. Left to itself, DDP replaces all but rank 0's at the next
-    forward; until then nobody but rank 0 holds them, and they would be lost with it.
+    Each rank's statistics have seen its own batches only. DDP replaces all but rank 0's at the next forward. Until then
+    only rank 0 would hold them, and they would be lost with it.
     """
     if torch.distributed.is_initialized():
         for buffer in model.buffers():
@@ -79,7 +79,7 @@ def share_statistics(model: nn.Module) -> None:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """The fraction of images that are told right."""
+    """Returns the fraction of images that the model classifies correctly."""
     images_BCHW, labels_B = data.tensors
     model.eval()
     return (model(images_BCHW).argmax(1) == labels_B).float().mean().item()

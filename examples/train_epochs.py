@@ -1,6 +1,6 @@
-"""An epoch script as many are written: DataLoader, DistributedSampler, evaluation, and a file of the best weights.
+"""A common kind of script, with epochs: DataLoader, DistributedSampler, evaluation, and a file of the best weights.
 
-What keepstep adds is marked with a number; the rest stays as it was under torchrun.
+The lines for keepstep are marked with a number; the others are the same as under torchrun.
 
     keepstep run --nproc-per-node 3 --spares 1 examples/train_epochs.py
 
@@ -8,7 +8,7 @@ Kill ranks in every phase, and compare the weights and the file with those of a 
 
     keepstep drill --nproc-per-node 3 --spares 1 --compare 'best.pt' examples/train_epochs.py
 
-The data set is the one inside scikit-learn (pip install scikit-learn): 1797 images of 8×8 pixels, no download.
+The data set is part of scikit-learn (pip install scikit-learn): 1797 images of 8×8 pixels, no download.
 """
 
 import argparse
@@ -30,7 +30,7 @@ NUM_TRAINING = 1500  # the other 297 images are the test set
 
 @torch.no_grad()
 def evaluate(model: nn.Module, test: TensorDataset, rank: int, world_size: int) -> float:
-    """The fraction of test images that are told right; each rank looks at its share."""
+    """Returns the fraction of test images that the model classifies correctly. Each rank evaluates its share."""
     images, labels = (tensor[rank::world_size] for tensor in test.tensors)
     num_right = (model(images).argmax(1) == labels).sum()
     dist.all_reduce(num_right)
@@ -55,7 +55,7 @@ def main() -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.7)
-    state = session.state(best=0.0)  # 2  a variable that a replacement must know, too
+    state = session.state(best=0.0)  # 2  a value that a replacement must get, too
     session.protect(model=model, optimizer=optimizer, scheduler=scheduler)  # 3
     steps_per_epoch = -(-NUM_TRAINING // session.world_size) // args.batch_size
 
@@ -68,7 +68,7 @@ def main() -> None:
     num_steps = args.epochs * steps_per_epoch
     for step in session.steps(num_steps + 1):  # 4  the last one only evaluates
         epoch, index = divmod(step.index, steps_per_epoch)
-        if index == 0 or step.resumed or step.attempt:  # 5  after a failure: from this batch on
+        if index == 0 or step.resumed or step.attempt:  # 5  after a failure: continue with this batch
             iterator = batches(epoch, index)
         with step:  # 6
             if index == 0 and epoch > 0:

@@ -9,28 +9,28 @@ Kill ranks in every phase of a step, and compare the final weights with those of
 
     keepstep drill --nproc-per-node 3 --spares 1 examples/train_gpt.py
 
-The same with FSDP2 on four ranks, none of which holds what another does; with tensor parallelism; with a pipeline of
-two stages. parallel_gpt.py has what these take:
+The same with FSDP2 on four ranks, each with a shard of its own; with tensor parallelism; with a pipeline of two stages.
+The code for these is in parallel_gpt.py:
 
     keepstep drill --nproc-per-node 4 --spares 1 examples/train_gpt.py --parallel fsdp2
     keepstep drill --nproc-per-node 4 --spares 1 examples/train_gpt.py --parallel tp
     keepstep drill --nproc-per-node 4 --spares 1 examples/train_gpt.py --parallel pp
 
-The same script by itself, without a launcher:
+Run the script by itself, without a launcher:
 
     python examples/train_gpt.py
 
-With about ten million parameters, or any other shape:
+Train about ten million parameters, or any other shape:
 
     keepstep run --nproc-per-node 3 --spares 1 examples/train_gpt.py --size 10m
     python examples/train_gpt.py --layers 4 --width 192 --heads 6 --context 128
 
-Giving its weights to a server that generates text with them (examples/serve_gpt.py) while it trains:
+Publish the weights while it trains, to a server that generates text with them (examples/serve_gpt.py):
 
     keepstep run --nproc-per-node 3 --spares 1 examples/train_gpt.py --steps 500 --publish /tmp/gpt
 
-It reads no file but the .py files of the Python that runs it, and needs nothing but torch and keepstep. What keepstep
-adds to a training script is in `main`: init, protect, and the two lines of the step loop.
+The script reads only the .py files of Python's standard library, and needs only torch and keepstep. The lines for
+keepstep are in `main`: init, protect, and the two lines of the step loop.
 
 Shapes: B batch, T time (bytes), H heads, D features of a head, W width (H * D), V values of a byte.
 """
@@ -71,7 +71,7 @@ SIZES = {
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each normalised before and added after."""
+    """Attention and a two-layer perceptron. Each normalises its input and adds its output to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over bytes whose head is its embedding."""
+    """A decoder over bytes. Head and embedding share their weights."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -119,30 +119,30 @@ class GPT(nn.Module):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * config.layers))
 
     def forward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy per byte, in nats."""
+        """Returns the mean cross-entropy per byte, in nats."""
         return self.loss(self.logits(tokens_BT), targets_BT)
 
     def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """For each position, of the byte that follows: shape (B, T, V)."""
+        """Returns the logits of the next byte at each position: shape (B, T, V)."""
         return self.read_out(self.blocks(self.embed(tokens_BT)))
 
     def embed(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """What goes into the first block: shape (B, T, W)."""
+        """Returns the input of the first block: shape (B, T, W)."""
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         return F.dropout(self.embedding(tokens_BT) + self.position(positions_T), self.dropout, self.training)
 
     def read_out(self, x_BTW: torch.Tensor) -> torch.Tensor:
-        """The logits, of what comes out of the last block."""
+        """Returns the logits for the output of the last block."""
         return self.head(self.norm(x_BTW))
 
     @staticmethod
     def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy per byte, in nats."""
+        """Returns the mean cross-entropy per byte, in nats."""
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
 def initialise(module: nn.Module) -> None:
-    """Normal weights with GPT-2's deviation, no bias."""
+    """Initialises weights with GPT-2's normal distribution, and biases with zero."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
@@ -150,13 +150,13 @@ def initialise(module: nn.Module) -> None:
 
 
 def build_model(size: str | GPTConfig = "small", seed: int = 0) -> GPT:
-    """A model of one of `SIZES`, or of any shape, with the same weights on every rank."""
+    """Returns a model of one of `SIZES`, or of any shape, with the same weights on every rank."""
     torch.manual_seed(seed)
     return GPT(SIZES[size] if isinstance(size, str) else size)
 
 
 def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
-    """AdamW, with weight decay on the matrices only."""
+    """Returns AdamW, with weight decay on the matrices only."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -164,7 +164,7 @@ def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, num_steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """A tenth of the steps to warm up, then half a cosine down to a tenth of the learning rate."""
+    """Returns a scheduler that warms up in a tenth of the steps, then decays as a cosine to a tenth of the rate."""
     warmup = max(1, num_steps // 10)
 
     def factor(step: int) -> float:
@@ -177,7 +177,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, num_steps: int) -> torch.o
 
 
 def read_text(num_bytes: int = TEXT_BYTES) -> torch.Tensor:
-    """The first bytes of the standard library, its files in the order of their names: uint8, shape (num_bytes,)."""
+    """Returns the first bytes of the standard library's files, sorted by name: uint8, shape (num_bytes,)."""
     text = bytearray()
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         text += path.read_bytes()
@@ -187,7 +187,7 @@ def read_text(num_bytes: int = TEXT_BYTES) -> torch.Tensor:
 
 
 class Windows:
-    """Batches of `context` bytes and the bytes that follow them; an epoch reads every byte once."""
+    """Batches of windows: `context` bytes and the bytes that follow them. An epoch reads every byte once."""
 
     def __init__(self, text: torch.Tensor, context: int, batch_size: int, world_size: int, seed: int) -> None:
         self.text = text
@@ -195,7 +195,7 @@ class Windows:
         self.sampler = StepSampler((len(text) - 1) // context, batch_size, world_size, seed=seed)
 
     def batch(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and targets, each int64 of shape (B, T)."""
+        """Returns tokens and targets, each int64 of shape (B, T)."""
         starts_B = torch.from_numpy(self.sampler.indices(step, rank)) * self.context
         windows = self.text[starts_B[:, None] + torch.arange(self.context + 1)].long()
         return windows[:, :-1], windows[:, 1:]
@@ -239,13 +239,13 @@ def main() -> None:
 
     for step in session.steps(args.steps):
         with step:
-            # A spare waits here until it gets a rank; where the ranks share a model, it has waited at the mesh before.
+            # A spare waits here for a rank. If the ranks share a model, it has already waited at the mesh.
             loss = part.forward_backward(*data.batch(step.index, session.data_rank))
             nn.utils.clip_grad_norm_(part.model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            # After optimizer.step() in the step, a line runs once for each step that counts.
+            # A line after optimizer.step() runs only in an attempt that completes the step, so once for each step.
             if session.rank == 0 and (step.index % args.log_every == 0 or step.index == args.steps - 1):
                 print(f"step {step.index:4d}  loss {loss.item():.4f}", flush=True)
 

@@ -1,6 +1,6 @@
-"""A script that reduces its loss for a log line after the update, as very many do.
+"""A script that reduces its loss for a log line after the update, as many scripts do.
 
-If a rank is lost in the middle of that, the others keep their weights: the loss of that step is printed as ``missing``.
+If a rank is lost during this reduction, the others keep their weights. The log line of that step shows ``missing``.
 
     keepstep run --nproc-per-node 3 --spares 1 examples/train_logged.py
     keepstep drill --nproc-per-node 3 --spares 1 examples/train_logged.py
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--log-every", type=int, default=1, help="steps")
     args = parser.parse_args()
 
-    session = keepstep.init(seed=0)  # instead of init_process_group(); seeds the start, too
+    session = keepstep.init(seed=0)  # instead of init_process_group(); also seeds the random numbers of the start
     x = torch.linspace(-3, 3, 512)[:, None]
     model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -1,1 +1,1 @@
-"""Studies: questions about keepstep at sizes that nobody here can run, answered by formula and by simulation."""
+"""Studies of keepstep at sizes that the project cannot run, by formula and by simulation."""

@@ -3,7 +3,7 @@
     python -m benchmarks.studies.goodput                      prints the tables
     python -m benchmarks.studies.goodput --plot curve.svg     draws the curves as well
 
-Every figure that goes in, with its source or as an assumption, stands in `downtime`.
+`downtime` contains every input, with its source or as an assumption.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RESTARTS_S = (LONG_RESTART_S, SHORT_RESTART_S)
 RESTART_HEADERS = [f"s0 =\n{restart_s / 60:g} min" for restart_s in RESTARTS_S]
 RECOVERY_HEADERS = [f"R =\n{round(recovery_s, 1):g} s" for recovery_s in RECOVERIES_S]
 LIVED_SIZES = (1_024, 16_384, 131_072)
-"""Of the simulated histories."""
+"""Numbers of devices of the simulated histories."""
 
 
 def report(console: Console, plot: Path | None, seed: int) -> None:
@@ -49,7 +49,7 @@ def report(console: Console, plot: Path | None, seed: int) -> None:
     Args:
         console: where to print.
         plot: an .svg or .png file to draw into.
-        seed: of the simulated histories.
+        seed: the seed of the simulated histories.
 
     Raises:
         ConfigurationError: the picture cannot be drawn; see `plots.line_chart`.

@@ -1,4 +1,4 @@
-"""The share of time a cluster trains, lived through failure by failure instead of computed."""
+"""The share of the time in which a cluster trains, simulated failure by failure instead of computed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections import defaultdict
 from benchmarks.studies.downtime import Parameters
 
 WARM_UP = 0.2
-"""How much longer a history is than what counts of it. At its very beginning all spares are there."""
+"""Length of the part of a history that does not count, relative to the rest. At first all spares are available."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """What simulated histories came to."""
+    """The result of simulated histories."""
 
     ratio: float
     standard_error: float
@@ -27,22 +27,22 @@ class Estimate:
 
 
 class _History:
-    """One cluster over a stretch of time, failure by failure."""
+    """One cluster over time, failure by failure."""
 
     def __init__(self, parameters: Parameters, num_steps: int, rng: random.Random) -> None:
         self._parameters = parameters
         self._num_steps = num_steps  # from one checkpoint to the next
         self._rng = rng
-        self._spares = [0.0] * parameters.num_spares  # a heap: when each can step in
+        self._spares = [0.0] * parameters.num_spares  # a heap: when each can take a rank
         self._now_s = self._resumes_s = 0.0
         self._falling_back = False
         self._struck: defaultdict[int, set[int]] = defaultdict(set)  # shard → devices, during one recovery
-        self._committed_s = 0.0  # work that a checkpoint holds
+        self._committed_s = 0.0  # work that is in a checkpoint
         self._steps_done = 0  # since the last checkpoint
         self.num_failures = self.num_fallbacks = self.num_shard_losses = 0
 
     def live(self, until_s: float) -> float:
-        """Goes on to a later time, and returns how much of the time since the last call was kept."""
+        """Simulates up to a later time. Returns how much work since the last call was kept."""
         before_s = self._kept()
         failure_s = self._now_s + self._rng.expovariate(self._parameters.failures_per_s)
         while failure_s < until_s:
@@ -80,7 +80,7 @@ class _History:
         self._resumes_s = spare_s + (self._parameters.restart_s if self._falling_back else self._parameters.recovery_s)
 
     def _strike(self, device: int) -> bool:
-        """Whether this was the last replica of some part of the state."""
+        """Records the loss of a device. Returns whether it was the last replica of some part of the state."""
         num_shards = self._parameters.num_devices // self._parameters.num_replicas
         struck = self._struck[device % num_shards]
         struck.add(device)
@@ -92,16 +92,16 @@ class _History:
 def simulate(
     parameters: Parameters, interval_s: float, seed: int, num_histories: int = 32, num_failures: int = 1000
 ) -> Estimate:
-    """Lives through failures one by one, in histories that each last as long as `num_failures` take on average.
+    """Simulates histories failure by failure. Each lasts as long as `num_failures` take on average.
 
-    A failure during a recovery, a restart or a wait for a spare starts the recovery or restart over.
+    A failure during a recovery, a restart or a wait for a spare restarts the recovery or restart.
 
     Args:
         parameters: the job.
         interval_s: work between two checkpoints, rounded to whole steps.
-        seed: of everything that is drawn.
-        num_histories: independent ones, at least 2; the standard error is that of their mean.
-        num_failures: expected in each.
+        seed: the seed of all random numbers.
+        num_histories: number of independent histories, at least 2. The standard error is that of their mean.
+        num_failures: expected number of failures in each.
     """
     rng = random.Random(seed)
     until_s = num_failures / parameters.failures_per_s

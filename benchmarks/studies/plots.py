@@ -1,4 +1,4 @@
-"""Pictures of a study. matplotlib is optional and imported only when something is drawn."""
+"""Draws the plots of a study. matplotlib is optional, and imported only when needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#d55e00", "#56b4e9", "#0
 
 INK, QUIET, RULE = "#1f2328", "#59636e", "#d0d7de"
 LABEL_GAP = 0.055
-"""Between two labels, of the height of the axes: a line of text and a little more."""
+"""Distance between two labels as a share of the height of the axes: a line of text and a little more."""
 MAX_TICKS = 9
 
 
@@ -32,12 +32,12 @@ def line_chart(
     """Draws lines over a logarithmic x axis, each with its name at its right end.
 
     Args:
-        path: an .svg or .png file; it is replaced.
-        title: above the picture.
-        x_label: below it.
-        y_label: above the y axis, with its unit.
-        series: points of each line by its name, x rising and above 0; as many lines as there are `COLOURS`.
-        log_y: the y axis is logarithmic, too; then y must be above 0.
+        path: an .svg or .png file, which is replaced.
+        title: the title above the plot.
+        x_label: the label below the x axis.
+        y_label: the label above the y axis, with its unit.
+        series: name of a line -> its points, with ascending x above 0. At most as many lines as `COLOURS`.
+        log_y: make the y axis logarithmic, too. Then y must be above 0.
 
     Raises:
         ConfigurationError: matplotlib is missing, the suffix is another one, or the points cannot be drawn.
@@ -48,7 +48,7 @@ def line_chart(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError("a picture needs matplotlib: pip install keepstep[plot]") from error
-    # Without a salt of its own and with a date, the same points would give another file each time.
+    # With a random salt and a date, the same points would give a different file each time.
     with matplotlib.rc_context({"font.size": 11, "text.color": INK, "svg.hashsalt": "keepstep"}):
         figure = Figure(figsize=(9.6, 5.4), facecolor="white")
         axes = figure.add_axes((0.07, 0.12, 0.70, 0.72))
@@ -92,7 +92,7 @@ def _axes(axes: Axes, series: Mapping[str, Sequence[tuple[float, float]]], log_y
 
 
 def _labels(axes: Axes, series: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Puts each name beside the end of its line, as near as the other names let it."""
+    """Puts each name next to the end of its line, as near as the other names allow."""
     axes.autoscale_view()  # otherwise the limits are still those of empty axes
     to_share = axes.transData + axes.transAxes.inverted()
     ends = [(to_share.transform(points[-1]), name) for name, points in series.items()]
@@ -113,7 +113,7 @@ def _labels(axes: Axes, series: Mapping[str, Sequence[tuple[float, float]]]) -> 
 
 
 def _spread(heights: list[float]) -> list[float]:
-    """Moves rising heights apart until `LABEL_GAP` lies between them, with the least movement for each cluster."""
+    """Moves ascending heights apart by at least `LABEL_GAP`, with the least movement for each cluster."""
     clusters: list[list[float]] = []
     for height in heights:
         clusters.append([height])

@@ -1,8 +1,8 @@
-"""What one recovery costs the controller by world size: real agents' and controller's machines, virtual time.
+"""Cost of one recovery for the controller, by world size: real machines of agents and controller, in virtual time.
 
-The controller is one server: while it works on a packet the next ones wait. Its processor time is measured, decoding
-and encoding included, and counts into the virtual time, so what it cannot do at once shows. Everything else is the same
-at every world size: the network, how long ranks take to their safe points, to connect and to restore (without bytes).
+The controller is one server: while it works on a packet the next ones wait. Its processor time is measured, including
+decoding and encoding, and added to the virtual time, so queues become visible. Everything else is the same at every
+world size: the network, and the times of ranks to reach safe points, to connect and to restore (without bytes).
 
     python -m benchmarks.studies.scale --devices 16384 --plot scale.svg
 """
@@ -49,27 +49,27 @@ STEP = 1000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What does not depend on the world size, in seconds. Groups are taken to connect in constant time."""
+    """Times in seconds that do not depend on the world size. Groups are assumed to connect in constant time."""
 
     network_s: tuple[float, float] = (0.0001, 0.0005)
-    """One way between controller and agent, within one site."""
+    """One-way latency between controller and agent, within one site."""
     exit_s: float = 0.0001
-    """From the death of a rank to its agent's knowledge: the lifeline, measured."""
+    """Time from the death of a rank until its agent knows, by the lifeline. Measured."""
     stop_s: tuple[float, float] = (0.0, 0.015)
-    """From `Stop` to the safe point: between two stop points of a pass of one second."""
+    """Time from `Stop` to the safe point: at most the distance of two stop points in a pass of one second."""
     connect_s: tuple[float, float] = (0.008, 0.020)
     restore_s: tuple[float, float] = (0.010, 0.030)
-    """Everything about a transfer that is not its bytes."""
+    """Time of a transfer without its bytes."""
     step_s: float = 1.0
     pipe_s: float = 0.00005
-    """One way between controller and relay, on one host."""
+    """One-way latency between controller and relay, on one host."""
     call_s: float = 0.0
-    """Processor time that gRPC takes for a message, of whoever receives or sends it over the network."""
+    """Processor time of gRPC for a message, for each process that receives or sends it over the network."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One recovery at one world size. Times in seconds; virtual, but for those that say ``cpu``."""
+    """One recovery at one world size. Times are in seconds of virtual time, except those with ``cpu``."""
 
     devices: int
     detect_s: float
@@ -78,19 +78,19 @@ class Row:
     restore_s: float
     decide_cpu_s: float
     cpu_s: float
-    """Of the controller, for the whole recovery."""
+    """The controller's processor time for the whole recovery."""
     num_packets: int
-    """That the controller received for it."""
+    """Number of packets that the controller received."""
 
     @property
     def stop_to_resume_s(self) -> float:
-        """From the loss known to the controller until every rank stands at the resume step."""
+        """Time from the controller's knowledge of the loss until every rank is at the resume step."""
         return self.stop_s + self.reset_s + self.restore_s
 
 
 @contextlib.contextmanager
 def shared_memberships() -> Iterator[None]:
-    """All agents live in this process, and each holds the membership: those that make the same of the same share it."""
+    """Lets all agents, which are in this process, share equal memberships."""
     made: dict[tuple[int, int], tuple[object, object, msg.Membership]] = {}
     right = msg.Membership.changed
 
@@ -108,7 +108,7 @@ def shared_memberships() -> Iterator[None]:
 
 
 class Server:
-    """One process that does one thing at a time. Its processor time is measured, and counts into the virtual time."""
+    """A process that does one thing at a time. Its measured processor time is added to the virtual time."""
 
     def __init__(self) -> None:
         self.busy_until_s = 0.0
@@ -116,19 +116,19 @@ class Server:
 
     @contextlib.contextmanager
     def working(self, now_s: float) -> Iterator[float]:
-        """A piece of work; yields when it begins."""
+        """Measures a piece of work in its ``with`` block. Yields the time at which it begins."""
         begin_s, began = max(now_s, self.busy_until_s), time.thread_time()
         yield begin_s
         self.spend(begin_s, time.thread_time() - began)
 
     def spend(self, begin_s: float, cpu_s: float) -> None:
-        """It was busy for so long."""
+        """Marks the server as busy for ``cpu_s``."""
         self.busy_until_s = max(begin_s, self.busy_until_s) + cpu_s
         self.cpu_s += cpu_s
 
 
 class Relay(Server):
-    """One relay, and the connections that it holds."""
+    """One relay, with its connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Relay(Server):
 
 
 class Cluster:
-    """One job of so many devices, and one lost rank."""
+    """One job, in which a rank is lost."""
 
     def __init__(self, devices: int, assumptions: Assumptions, nodes_per_relay: int = 0, seed: int = 0) -> None:
         self._assumed = assumptions
@@ -163,10 +163,10 @@ class Cluster:
         self._relays = [Relay() for _ in range(num_relays)]
         self._routes = {node: number % num_relays for number, node in enumerate(self.agents)} if num_relays else {}
         self._inbox: list[tuple[int, bytes]] = []
-        """Frames of relays that the controller has not begun with."""
+        """Frames of relays that wait for the controller."""
 
     def lose_a_rank(self) -> Row:
-        """Starts the job, kills a rank, and returns what its recovery took."""
+        """Starts the job, kills a rank, and returns the costs of the recovery."""
         job = self.controller.job
         for node in self.agents:
             self._transmit(node)
@@ -175,7 +175,7 @@ class Cluster:
             max(each.busy_until_s for each in (self._server, *self._relays)) + 1.0
         )  # when the queue of the start-up is empty
         self._run_until(lambda: self._now_s >= lost_s)
-        # The agents live in this process, too: the collector would go through all of them on the controller's time.
+        # The agents are in this process, too: the controller's time would include their garbage collection.
         gc.freeze()
         gc.disable()
         self._server.cpu_s, self.num_packets, lost_s = 0.0, 0, self._now_s
@@ -196,7 +196,7 @@ class Cluster:
             self.num_packets,
         )
 
-    # ---- what happens -----------------------------------------------------------------------------------------------
+    # ---- events -----------------------------------------------------------------------------------------------------
 
     def _later(self, delay_s: float, what: str, node: str, content: object) -> None:
         self._number += 1
@@ -226,7 +226,7 @@ class Cluster:
                     self._transmit(node)
 
     def _serve(self, frame: bytes) -> None:
-        """The controller works on one packet, when it has done with those before it."""
+        """Lets the controller handle one packet, after the earlier ones."""
         before, cpu_s = self.controller.job.stage, self._server.cpu_s
         with self._server.working(self._now_s) as begin_s:
             packet = codec.decode(frame)
@@ -252,7 +252,7 @@ class Cluster:
     # ---- with relays ------------------------------------------------------------------------------------------------
 
     def _relay_gathers(self, number: int, frame: bytes) -> None:
-        """A relay reads a packet, when it has done with what came before."""
+        """Lets a relay read a packet, after its earlier work."""
         relay = self._relays[number]
         with relay.working(self._now_s):
             packet = codec.decode(frame)
@@ -263,7 +263,7 @@ class Cluster:
 
     def _relay_sends(self, number: int) -> None:
         relay = self._relays[number]
-        if self._now_s < relay.busy_until_s - 1e-9:  # it reads what has come meanwhile first
+        if self._now_s < relay.busy_until_s - 1e-9:  # it first reads the packets that have arrived
             return
         with relay.working(self._now_s):
             items = relay.gathering.take()
@@ -272,7 +272,7 @@ class Cluster:
             self._later(relay.busy_until_s - self._now_s + self._assumed.pipe_s, "frame", "", (number, frame))
 
     def _take_turn(self) -> None:
-        """The controller works on all that its relays have sent it."""
+        """Lets the controller handle all waiting frames of its relays."""
         if not self._inbox or self._now_s < self._server.busy_until_s - 1e-9:
             return
         before, cpu_s = self.controller.job.stage, self._server.cpu_s
@@ -295,7 +295,7 @@ class Cluster:
             self._later(delay_s, "down", "", (number, answer))
 
     def _answers(self, taken: set[int], now_s: float) -> list[tuple[int, bytes]]:
-        """A frame for each relay that waits for one, or has something to transmit."""
+        """Returns a frame for each relay that waits for one, or has packets to transmit."""
         alone, bundles = self.controller.bundles(now_s, self._routes)
         others: dict[int, list[NodeSaid]] = defaultdict(list)
         for packet in alone:
@@ -309,7 +309,7 @@ class Cluster:
         ]
 
     def _relay_transmits(self, number: int, data: bytes) -> None:
-        """A relay makes packets of what the controller has sent it, when it has done with what came before."""
+        """Lets a relay turn a frame of the controller into packets, after its earlier work."""
         relay = self._relays[number]
         with relay.working(self._now_s):
             frame = wire.decode_downward(data)
@@ -326,7 +326,7 @@ class Cluster:
             for index, numbers in enumerate(rows):
                 with relay.working(self._now_s):
                     node, packet = next(packets)
-                if index == 0:  # all agents live in this process: they share one copy of what is the same for all
+                if index == 0:  # all agents are in this process: they share one copy of an equal order
                     first_one = codec.decode(packet)
                     assert isinstance(first_one, msg.Packet)
                     messages = first_one.messages
@@ -366,7 +366,7 @@ class Cluster:
                     self._worker_obeys(node, number, effect.order)
 
     def _worker_obeys(self, node: str, number: int, order: msg.WorkerOrder) -> None:
-        """What a rank that is well does on an order, and how long it takes."""
+        """Simulates how a healthy rank obeys an order, and how long it takes."""
         assumed = self._assumed
         match order:
             case msg.Assign() if order.generation == 1:
@@ -408,13 +408,13 @@ def _ready(worker: int, generation: int, reach: tuple[int, ...]) -> msg.WorkerRe
 
 
 def _parts(marks: Sequence[float | None]) -> list[float]:
-    """What lies between the moments of a recovery that came to its end."""
+    """Returns the times between the moments of a completed recovery."""
     moments = [mark for mark in marks if mark is not None]
     return [late - early for early, late in itertools.pairwise(moments)]
 
 
 def measure(devices: int, assumptions: Assumptions | None = None, nodes_per_relay: int = 0) -> list[Row]:
-    """One row for each world size up to ``devices``."""
+    """Returns one row for each world size up to ``devices``."""
     sizes = [size for size in SIZES if size < devices] + [devices]
     try:
         return [_row(size, assumptions or Assumptions(), nodes_per_relay) for size in sizes]
@@ -431,7 +431,7 @@ def _row(devices: int, assumptions: Assumptions, nodes_per_relay: int) -> Row:
 def report(
     console: Console, devices: int, plot: Path | None, assumptions: Assumptions | None = None, nodes_per_relay: int = 0
 ) -> None:
-    """Prints the table, says what grows, and draws the curves.
+    """Prints the table and the ratios, and draws the curves.
 
     Raises:
         ConfigurationError: too few devices, or the plot cannot be drawn.
@@ -468,7 +468,7 @@ def report(
 
 
 def _what_grows(rows: list[Row]) -> str:
-    """The ratios that the table is there for."""
+    """Returns a summary of the costs that grow with the world size."""
     last = rows[-1]
     lines = [
         f"The decision takes {last.decide_cpu_s:.3f} s of processor time at {last.devices:,} devices.",

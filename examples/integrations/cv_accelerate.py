@@ -2,7 +2,7 @@
 
     keepstep run --nproc-per-node 2 cv_accelerate.py
 
-The pictures are made from random numbers; each class has a pattern of its own.
+The pictures are random numbers, with a pattern for each class.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""A small language model in a loop of one's own, set up by Lightning Fabric.
+"""A small language model in a loop of the script's own, set up by Lightning Fabric.
 
     keepstep run --nproc-per-node 2 fabric.py
 
-The task is to go on counting: each row is a sequence of numbers that grow by the same step.
+The task is to continue counting: each row is a sequence of numbers with a constant difference.
 """
 
 import argparse

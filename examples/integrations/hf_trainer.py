@@ -2,7 +2,7 @@
 
     keepstep run --nproc-per-node 2 hf_trainer.py
 
-The text counts: each sentence is a row of numbers that grow by the same step.
+The text counts: each sentence is a sequence of numbers with a constant difference.
 """
 
 import argparse
@@ -33,7 +33,7 @@ class Counting(Dataset):
 
 
 class Lines(TrainerCallback):
-    """One line of JSON for each time the Trainer logs."""
+    """Writes a line of JSON to a file each time the Trainer logs."""
 
     def __init__(self, path):
         self.path = path

@@ -2,7 +2,7 @@
 
     keepstep run --nproc-per-node 2 imagenet.py
 
-The pictures are made from random numbers, and augmented in loader workers.
+The pictures are random numbers, augmented in loader workers.
 """
 
 import argparse

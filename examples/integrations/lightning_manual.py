@@ -2,8 +2,8 @@
 
     keepstep run --nproc-per-node 2 lightning_manual.py
 
-The task is to turn each state in the direction that its last number names: a state is a vector of random numbers, an
-action one of a few directions, and the reward is how well they agree. All backwards come before the first update.
+The task is to choose, for a state of random numbers, the nearest of a few directions: the reward is the cosine
+similarity of both. All backwards come before the first update.
 """
 
 import argparse

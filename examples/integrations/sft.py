@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with TRL's SFTTrainer: a small model, and a tokenizer that is made here.
+"""Supervised fine-tuning with TRL's SFTTrainer: a small model, and a tokenizer that the script makes.
 
 keepstep run --nproc-per-node 2 sft.py
 """

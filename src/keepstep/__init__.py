@@ -8,11 +8,11 @@ The names that a training script needs::
         with step:
             ...
 
-And those of a consumer of its weights::
+The names that a consumer of its weights needs::
 
     subscriber = keepstep.Subscriber(folder, into=model)
 
-They are imported at their first use, because the launcher does not need torch and should not import it.
+Python imports their modules at first use: the launcher does not need torch and should not import it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _MODULES = {
     "init": "keepstep.worker.session",
     "take_back": "keepstep.weights.giving_back",
 }
-"""Modules of the names that need torch."""
+"""Public name -> its module, for the names that need torch."""
 
 
 def __getattr__(name: str) -> object:

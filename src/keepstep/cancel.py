@@ -1,4 +1,4 @@
-"""Ending a wait from another thread."""
+"""A token with which one thread cancels the waits of others."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from contextlib import suppress
 
 
 class Cancelled(Exception):
-    """The wait was ended by its cancel token."""
+    """Another thread has set the cancel token of the wait."""
 
 
 class CancelToken:
-    """An event that ends waits, beside what they wait for. Any thread may set it."""
+    """An event that a thread waits for in addition to its own condition. Any thread may set it to end the wait."""
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._close = weakref.finalize(self, os.close, self._event)
         self._lock = threading.Lock()
-        """The descriptor's number may be another file's once it is closed."""
+        """Guards the file descriptor against use after `close`, when its number may belong to another file."""
 
     def fileno(self) -> int:
-        """Readable when it is set."""
+        """Returns the file descriptor, which is readable while the token is set."""
         return self._event
 
     def set(self) -> None:
-        """Ends all waits for it, the present and the coming ones."""
+        """Ends all current waits, and all later ones until `clear`."""
         with self._lock:
             if self._close.alive:
                 os.eventfd_write(self._event, 1)
 
     def clear(self) -> None:
-        """It can be waited for again."""
+        """Resets the token, so that threads can wait again."""
         with self._lock, suppress(BlockingIOError):
             if self._close.alive:
                 os.eventfd_read(self._event)
 
     def close(self) -> None:
-        """Gives the descriptor back; no thread may wait any more. Any number of times; setting it does nothing then."""
+        """Closes the file descriptor. No thread may wait any more; `set` does nothing. Repeated calls do no harm."""
         with self._lock:
             self._close()

@@ -1,7 +1,7 @@
-"""Settings that travel through the environment; the only file that reads environment variables.
+"""Settings that keepstep passes through environment variables. Only this file reads environment variables.
 
-A launcher gives each worker its settings as variables named ``KEEPSTEP_*``; a user never sets them by hand. One
-is for tests: ``KEEPSTEP_GPU_BACKEND=gloo``.
+The agent gives each worker its settings in ``KEEPSTEP_*`` variables; users do not set those of a worker. Tests set
+``KEEPSTEP_GPU_BACKEND=gloo``.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ NCCL_ENVIRONMENT: Final = {
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
-"""With these a lost peer ends an operation of NCCL's, and never the process. They replace what the user has set.
+"""With these settings a lost peer ends an NCCL operation, but never the process. They override the user's values.
 
-From torch's ProcessGroupNCCL.cpp. ``Watchdog::runLoop``: 2 is CleanUpOnly, with which the watchdog breaks a
-communicator in which an operation's timeout has passed; 1 and 3 end the process, and so does 0 together with
-TORCH_DISTRIBUTED_DEBUG=DETAIL, which turns it into 3. The watchdog sleeps four times the time for dumps before it does
-so. ``HeartbeatMonitor::runLoop``: monitoring ends a process whose watchdog is held up, and after a dump on a timeout.
-``Watchdog::run``: an error of CUDA's that the watchdog meets ends the process within 0.1 s, before the script can say
-what it was. ``ProcessGroupNCCL::abort``: an extra dump comes before the abort. ``WorkNCCL::wait``: a blocking wait
-holds up the host and has no watchdog.
+The reasons are in torch's ProcessGroupNCCL.cpp. ``Watchdog::runLoop``: 2 is CleanUpOnly: the watchdog aborts a
+communicator when an operation exceeds its timeout. 1 and 3 end the process. So does 0 with
+TORCH_DISTRIBUTED_DEBUG=DETAIL, which turns it into 3. Before that the watchdog sleeps four times the dump timeout.
+``HeartbeatMonitor::runLoop``: monitoring ends a process whose watchdog hangs, and after a dump on a timeout.
+``Watchdog::run``: a CUDA error in the watchdog ends the process within 0.1 s, before the script can report the error.
+``ProcessGroupNCCL::abort``: an extra dump precedes the abort. ``WorkNCCL::wait``: a blocking wait blocks the host and
+has no watchdog.
 """
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What an agent tells the worker it starts."""
+    """The settings that an agent passes to a worker that it starts."""
 
     worker: int
     """The worker's number in its job."""
@@ -56,45 +56,45 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     local_rank: int | None
     """None for a spare."""
     device: int
-    """Where this process's own device stands among those that it sees."""
+    """Index of this process's own device among its visible devices."""
     world_size: int
     local_world_size: int
     position: int
     """torchrun's ``--node-rank``."""
     num_nodes: int
     address: str
-    """Where the process groups listen."""
+    """Address at which the process groups listen."""
     run_dir: str
     link_fd: int
-    """The worker's end of the socket to its agent; inherited, so nothing has to listen for it."""
+    """File descriptor of the worker's end of the socket to its agent. It is inherited, so no port is needed."""
     page_fd: int
-    """The tag page."""
+    """File descriptor of the tag page."""
     lifeline_fd: int
-    """The lock that tells the agent of this process's death."""
+    """File descriptor of the lock by which the agent notices that this process has died."""
     snapshots_fd: int
-    """The memory for snapshots, which the agent holds as well."""
+    """File descriptor of the memory for snapshots, which the agent holds too."""
     parks: bool = False
-    """As a spare, wait for a rank before the script's first line."""
+    """Whether a spare waits for a rank before the script's first line."""
     preload: tuple[str, ...] = ()
-    """Modules to be imported before that."""
+    """Modules that the worker imports before the script, and before it waits for a rank."""
     devices: tuple[str, ...] = ()
-    """Those of the node, as CUDA_VISIBLE_DEVICES names them."""
+    """The node's devices, as CUDA_VISIBLE_DEVICES names them."""
     shares_gpus: bool = False
     """Whether another process may use the same device."""
     slot: int = 0
-    """The process's own place among them."""
+    """Index of the process's slot on the node: with GPUs, its place in `devices`."""
     digest: bool = False
-    """Report a digest of all protected state after the last step."""
+    """Whether the worker reports a digest of all protected state after the last step."""
     observer: str | None = None
-    """``module:function`` called with the session when it is made: the drill's entrance."""
+    """``module:function`` that is called with each new session. The drill injects its faults through it."""
     checkpoint_root: str | None = None
-    """Put checkpoints below this folder instead of where the script says (the drill's two runs must not meet)."""
+    """Folder for checkpoints instead of the script's own. The two runs of a drill must not share checkpoints."""
 
 
 def worker_environment(config: WorkerConfig) -> dict[str, str]:
-    """The variables that carry ``config`` to the worker, with torchrun's own names beside them.
+    """Returns the variables that carry ``config`` to the worker, and torchrun's variables for this worker.
 
-    What holds for the whole job (``MASTER_ADDR``, ``TORCHELASTIC_RUN_ID``, ...) is in `job_environment`.
+    `job_environment` has those of the whole job (``MASTER_ADDR``, ``TORCHELASTIC_RUN_ID``, ...).
     """
     environment = {
         VARIABLE: msgspec.json.encode(config).decode(),
@@ -110,7 +110,7 @@ def worker_environment(config: WorkerConfig) -> dict[str, str]:
 
 
 def rank_environment(rank: int, local_rank: int, local_world_size: int) -> dict[str, str]:
-    """torchrun's variables that belong to a rank. A spare has none of them: any value would be another process's."""
+    """Returns torchrun's variables of one rank. A spare has none: any value would belong to another process."""
     return {
         "RANK": str(rank),
         "ROLE_RANK": str(rank),
@@ -125,7 +125,7 @@ def has_no_rank() -> bool:
 
 
 def spare_to_park() -> WorkerConfig | None:
-    """This process's settings if it is a parked spare; else None."""
+    """Returns this process's settings if it is a spare that must park; else None."""
     settings = worker_config() if VARIABLE in os.environ else None
     return settings if settings is not None and settings.parks and settings.rank is None else None
 
@@ -133,12 +133,14 @@ def spare_to_park() -> WorkerConfig | None:
 def leave_park(
     settings: WorkerConfig, rank: int, local_rank: int, local_world_size: int, device: int | None = None
 ) -> None:
-    """A parked spare has a rank and its script begins, with everything set as if it had been started with that rank.
+    """Sets the environment of a parked spare that gets a rank, as if the agent had started it with that rank.
 
     Args:
-        settings: its own until now.
-        rank, local_rank, local_world_size: as torchrun has them.
-        device: which of the node's devices it takes, counted from 0; None: the one of its slot.
+        settings: the spare's settings so far.
+        rank: its new rank.
+        local_rank: as torchrun defines it.
+        local_world_size: as torchrun defines it.
+        device: index of its device among the node's devices, from 0; None: the device of its slot.
     """
     adopt_rank(rank, local_rank, local_world_size)
     if settings.devices:
@@ -149,18 +151,18 @@ def leave_park(
 
 
 def adopt_rank(rank: int, local_rank: int, local_world_size: int) -> None:
-    """This process, a spare until now, has the environment of its rank from now on."""
+    """Sets torchrun's variables of a rank in this process, which was a spare until now."""
     os.environ.update(rank_environment(rank, local_rank, local_world_size))
 
 
 def job_environment(
     *, role: str, run_id: str, max_restarts: int | None, master_address: str, master_port: int
 ) -> dict[str, str]:
-    """torchrun's variables that are the same in all processes of a job.
+    """Returns the variables that are the same in all processes of a job.
 
-    As `torch.distributed.elastic.agent.server.local_elastic_agent` of torch 2.13 sets them. No process is ever started
-    again under keepstep, so the restart count is 0; torchrun's default for the bound is 0 as well. What torch does
-    about errors of NCCL's is keepstep's choice: see `NCCL_ENVIRONMENT`.
+    They are those that `torch.distributed.elastic.agent.server.local_elastic_agent` of torch 2.13 sets, and
+    `NCCL_ENVIRONMENT`. keepstep never restarts a process, so the restart count is 0. torchrun's default for
+    ``max_restarts`` is 0 as well.
     """
     return {
         "ROLE_NAME": role,
@@ -174,22 +176,22 @@ def job_environment(
 
 
 def visible_devices() -> str | None:
-    """The devices that the environment leaves visible, as CUDA reads it; None: all of them."""
+    """Returns the value of ``CUDA_VISIBLE_DEVICES``; None if it is not set, so that all devices are visible."""
     return os.environ.get(VISIBLE_DEVICES)
 
 
 def numbers_devices_by_bus() -> bool:
-    """Whether CUDA numbers the devices by their place on the bus; otherwise the fastest comes first."""
+    """Whether CUDA numbers the devices by their PCI bus id; otherwise the fastest device is the first."""
     return os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
 
 
 def ranks_may_share_a_gpu() -> bool:
-    """Whether the environment has NCCL accept two ranks on one GPU, as ``--share-gpus`` does (NCCL 2.30 and newer)."""
+    """Whether the user's environment lets NCCL put several ranks on one GPU, as ``--share-gpus`` does (NCCL 2.30+)."""
     return os.environ.get(MULTI_RANK_VARIABLE) == "1"
 
 
 def forces_gloo() -> bool:
-    """Whether gloo is to carry tensors on GPUs as well, though torch has NCCL: several ranks on one GPU can, then.
+    """Whether keepstep must use gloo for tensors on GPUs although torch has NCCL. With gloo, ranks can share a GPU.
 
     Raises:
         ConfigurationError: the variable names another backend.
@@ -201,39 +203,43 @@ def forces_gloo() -> bool:
 
 
 def job_secret() -> str | None:
-    """The secret of the job that this process is about to serve, where the environment holds one."""
+    """Returns the job's secret from the environment; None if it is not set."""
     return os.environ.get(SECRET_VARIABLE)
 
 
 def agent_token() -> str | None:
-    """The credentials of this node's agent, where the environment holds them."""
+    """Returns the credentials of this node's agent from the environment; None if they are not set."""
     return os.environ.get(TOKEN_VARIABLE)
 
 
 def ray_address() -> str | None:
-    """The Ray cluster that the environment names, in the variable that all of Ray's own commands read."""
+    """Returns the address of the Ray cluster from ``RAY_ADDRESS``, which Ray's commands read too; None if not set."""
     return os.environ.get("RAY_ADDRESS")
 
 
 ALLOCATOR_VARIABLES = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""What keeps the memory of a step's tensors in a worker on a CPU: allocations up to 32 MiB, the most that glibc allows,
-come from the heap, of which up to 1 GiB that is free stays with the process. By default glibc gives the activations of
-a step back to the kernel at the end of backward, and the next forward gets them as new pages: up to 7,800 page faults
-and 14 ms of 120 in a forked worker, up to 2,700 and 5 ms in one that was not forked (a perceptron of 8 layers, one
-thread, 2 cores, 2026-11-26)."""
+"""Settings of glibc's allocator with which a worker on a CPU keeps the memory of a step's tensors for the next step.
+
+Allocations up to 32 MiB, the maximum of glibc, come from the heap, and up to 1 GiB of free heap stays with the process.
+By default glibc returns the activations of a step to the kernel after backward, and the next forward gets new pages. A
+step then took up to 7,800 page faults and 14 of 120 ms in a forked worker, and up to 2,700 and 5 ms in one that was not
+forked (a perceptron of 8 layers, one thread, 2 cores, 2026-11-26)."""
 
 
 def script_environment() -> dict[str, str]:
-    """What workers inherit: everything but what would let them speak as an agent, or take another's rank."""
+    """Returns this process's environment without the job's secret, the agent's token and the variables of a rank."""
     kept_back = {SECRET_VARIABLE, TOKEN_VARIABLE, *rank_environment(0, 0, 1)}
     return {name: value for name, value in os.environ.items() if name not in kept_back}
 
 
 def inherited_environment(*, is_alone: bool) -> dict[str, str]:
-    """What the workers of a node inherit. ``is_alone``: there is one rank on it, which may use all cores.
+    """Returns the environment that the workers of a node inherit.
 
-    Else each has one thread unless the user says otherwise: torchrun's default, for the same reason. The C library's
-    allocator is set as `ALLOCATOR_VARIABLES` says, unless the user sets it in any way.
+    It contains `ALLOCATOR_VARIABLES`, unless the user configures glibc's allocator in any way.
+
+    Args:
+        is_alone: the node has one rank, which may use all cores. Otherwise each worker gets one thread, as with
+            torchrun, unless the user sets ``OMP_NUM_THREADS``.
     """
     inherited = script_environment()
     defaults = {} if is_alone else {"OMP_NUM_THREADS": "1"}
@@ -243,11 +249,10 @@ def inherited_environment(*, is_alone: bool) -> dict[str, str]:
 
 
 def worker_config(environment: Mapping[str, str] | None = None) -> WorkerConfig | None:
-    """This process's settings, or None where no keepstep agent started it.
+    """Returns this process's settings, or None if no keepstep agent has started it.
 
     Raises:
-        ConfigurationError: the variable is there but is not what an agent writes, or another launcher's
-            variables name more than one rank.
+        ConfigurationError: the variable does not parse, or another launcher has set a ``WORLD_SIZE`` above 1.
     """
     environment = os.environ if environment is None else environment
     text = environment.get(VARIABLE)

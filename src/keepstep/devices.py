@@ -6,27 +6,27 @@ from collections.abc import Sequence
 
 
 def order_for(devices: Sequence[str], device: int, local_rank: int) -> tuple[str, ...]:
-    """The devices of a node, turned so that a process finds its own one at ``LOCAL_RANK``.
+    """Returns the devices of a node, rotated so that a process finds its own device at index ``LOCAL_RANK``.
 
-    Scripts call ``torch.cuda.set_device(LOCAL_RANK)``. A replacement has the local rank of the rank that was lost, and
-    mostly another device. Turning keeps neighbours together, and a process on the device of its number sees the devices
-    as they are.
+    Scripts call ``torch.cuda.set_device(LOCAL_RANK)``. A replacement has the local rank of the lost rank, but usually
+    another device. The rotation keeps neighbouring devices together. It changes nothing if ``device`` equals
+    ``local_rank``.
 
     Args:
-        devices: of the node, as ``CUDA_VISIBLE_DEVICES`` names them.
-        device: the process's own place, counted from 0; beyond the devices, processes share them.
-        local_rank: of the process; beyond the devices, scripts take it modulo their number.
+        devices: the node's devices, as ``CUDA_VISIBLE_DEVICES`` names them.
+        device: index of the process's own device, from 0; taken modulo the number of devices, as processes share them.
+        local_rank: local rank of the process; taken modulo the number of devices, as scripts do.
     """
     num = len(devices)
     return tuple(devices[(at + device - local_rank) % num] for at in range(num))
 
 
 def names_of(visible: str | None, num_devices: int) -> tuple[str, ...]:
-    """What ``CUDA_VISIBLE_DEVICES`` calls the devices of this machine.
+    """Returns the names of this machine's devices, as ``CUDA_VISIBLE_DEVICES`` writes them.
 
     Args:
-        visible: the variable as it is; None where it is not set.
-        num_devices: how many torch sees.
+        visible: the value of the variable; None if it is not set.
+        num_devices: number of devices that torch sees.
     """
     if visible is None:
         return tuple(map(str, range(num_devices)))

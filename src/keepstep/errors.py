@@ -6,30 +6,30 @@
     ├── ConfigurationError      you asked for something that cannot be done
     │   ├── StateMismatch       a rank's model has other names, shapes or dtypes than its replicas
     │   │   ├── UnknownTensor   a consumer wants a tensor that is not published
-    │   │   │   └── MissingPart     ... as a part of one of its own, or no device holds that block
-    │   │   ├── ShapeMismatch   ... in another shape than it has
-    │   │   └── DtypeMismatch   ... in a dtype to which it cannot be cast
+    │   │   │   └── MissingPart     ... as a part of its own tensor, or no device holds that block
+    │   │   ├── ShapeMismatch   a consumer's tensor has another shape than the published one
+    │   │   └── DtypeMismatch   a published tensor cannot be cast to the dtype of a consumer's tensor
     │   ├── AmbiguousName       two rules of a name map make the same tensor
     │   └── BufferUnavailable   there is not enough shared memory for the buffers of a transfer
     ├── UsageError              a call came at the wrong moment
     │   └── WeightsNotReady     a consumer has no complete version of the weights
     │       └── WeightsPartiallyUpdated   ... because an update was interrupted halfway
     ├── PeerLost                another rank, the agent or the controller is gone
-    │   ├── PublisherLost       ... a process that publishes weights, named
-    │   └── SubscriberLost      ... a process that consumes them, named
+    │   ├── PublisherLost       a process that publishes weights is gone; the message names it
+    │   └── SubscriberLost      a process that consumes weights is gone; the message names it
     ├── LeaseLost               another controller serves the run, or may serve it
     ├── LoadError               a consumer's own code raised while it loaded new weights
     ├── ProtocolError           a message violates the protocol
-    │   ├── LocalProtocolError  ... and this process was about to send it (a bug in keepstep)
-    │   └── RemoteProtocolError ... and another process sent it to us
-    │       ├── ChecksumMismatch    ... with other bytes than were sent
-    │       ├── BaseMismatch        ... and builds on weights that this consumer does not have
-    │       ├── StaleGeneration     ... and its generation is over
-    │       └── TokenRefused        ... and has no valid token
+    │   ├── LocalProtocolError  this process was about to send such a message (a bug in keepstep)
+    │   └── RemoteProtocolError another process has sent such a message
+    │       ├── ChecksumMismatch    the received bytes differ from the sent ones
+    │       ├── BaseMismatch        it builds on weights that this consumer does not have
+    │       ├── StaleGeneration     its generation is over
+    │       └── TokenRefused        its sender has no valid token
     ├── NothingToRecoverFrom    no live rank, snapshot or checkpoint holds some shard
     └── InternalError           an invariant does not hold: a bug in keepstep, please report it
 
-    StepInterrupted             no error and no `Exception`: the step that is being computed is undone and repeated
+    StepInterrupted             not an error and not an `Exception`: keepstep undoes and repeats the current step
 
 Each error message says what happened, where (generation, rank, step) and what to do about it.
 """
@@ -61,15 +61,15 @@ class UnknownTensor(StateMismatch):
 
 
 class MissingPart(UnknownTensor):
-    """A part of a consumer's tensor is not published, or is held by no device; the message names both tensors."""
+    """A part of a consumer's tensor is not published, or no device holds it; the message names both tensors."""
 
 
 class ShapeMismatch(StateMismatch):
-    """A consumer's tensor has another shape than what is published gives; the message names both."""
+    """A consumer's tensor has another shape than the published one; the message names both."""
 
 
 class DtypeMismatch(StateMismatch):
-    """A consumer's tensor has a dtype to which what is published is not cast; the message names both."""
+    """The published dtype cannot be cast to that of a consumer's tensor; the message names both."""
 
 
 class AmbiguousName(ConfigurationError):
@@ -129,8 +129,8 @@ class ChecksumMismatch(RemoteProtocolError):
 
 
 class BaseMismatch(RemoteProtocolError):
-    """A version omits unchanged parts that this consumer does not have; or another version arrived than the one to be
-    taken back."""
+    """A version omits unchanged parts that this consumer does not have, or the consumer received another version than
+    the one that it has to take back."""
 
 
 class StaleGeneration(RemoteProtocolError):

@@ -16,25 +16,28 @@ _PROC, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def free_bytes(membership: Path = _PROC, groups: Path = _GROUPS) -> int:
-    """The least of what the machine and the control groups leave. Cached files that can be dropped count as free.
+    """Returns the available bytes: the minimum over the machine and the process's control groups.
+
+    Cached files that the kernel can drop count as available.
 
     Args:
-        membership: the file that names this process's group.
-        groups: where the groups are.
+        membership: the file that names this process's control group.
+        groups: the root folder of the control groups.
     """
     available = int(psutil.virtual_memory().available)
     return max(0, min([available, *_left_in_groups(membership, groups)]))
 
 
 def _left_in_groups(membership: Path, groups: Path) -> Iterator[int]:
-    """Of each group from the process's own up; one that has no limit, or cannot be read, says nothing."""
+    """Yields the bytes left in each control group, from the process's own to the root. Skips groups without a limit,
+    and those that cannot be read."""
     with suppress(OSError):
         names = [line.removeprefix("0::/") for line in membership.read_text().splitlines() if line.startswith("0::/")]
         for name in names:
             own = groups / name
             for folder in (own, *own.parents):
                 if folder.is_relative_to(groups):
-                    with suppress(OSError, ValueError):  # "max" is no number
+                    with suppress(OSError, ValueError):  # "max" means no limit
                         yield _left_in(folder)
 
 

@@ -1,4 +1,4 @@
-"""Ends this process together with the one that started it, however that ends."""
+"""Ends this process when its parent process ends, for whatever reason."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
-"""Of <linux/prctl.h>."""
+"""From <linux/prctl.h>."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Asks the kernel for a signal when the parent dies, and ends this process if that has happened already.
+    """Asks the kernel to send this process a signal when its parent dies. Exits at once if it has died already.
+
+    Call it as early as possible.
 
     Args:
-        parent: the process id of the parent; call this first of all, for it may have died by then.
+        parent: process id of the parent.
         number: the signal.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def is_named(thing: object, name: str) -> bool:
-    """Whether a thing's class, or one that it is derived from, has this name."""
+    """Whether an object's class, or one of its base classes, has this name."""
     return any(kind.__name__ == name for kind in type(thing).__mro__)

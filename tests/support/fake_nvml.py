@@ -1,7 +1,7 @@
-"""A fake of NVIDIA's library: what `pynvml` offers, as far as keepstep uses it, of devices that a test makes sick.
+"""A fake of `pynvml`, with the functions that keepstep uses, for devices that a test makes sick.
 
-``monkeypatch.setitem(sys.modules, "pynvml", fake)`` puts it in the place of the module, as an installation would.
-The numbers are those of nvml.h; `tests/agent/health/test_nvml.py` compares them with the real binding.
+``monkeypatch.setitem(sys.modules, "pynvml", fake)`` installs it in place of the module.
+The constants are those of nvml.h; `tests/agent/health/test_nvml.py` compares them with the real binding.
 """
 
 import queue
@@ -37,7 +37,7 @@ CONSTANTS = {
 
 
 class NVMLError(Exception):
-    """As pynvml raises it."""
+    """The exception that pynvml raises."""
 
     def __init__(self, value: int) -> None:
         super().__init__(f"NVML error {value}")
@@ -46,7 +46,7 @@ class NVMLError(Exception):
 
 @dataclass
 class FakeDevice:
-    """One device, and what NVML is to say of it."""
+    """One device, and the values that NVML reports for it."""
 
     index: int
     name: str = "NVIDIA H100 80GB HBM3"
@@ -57,19 +57,19 @@ class FakeDevice:
     mig: tuple[int, int] = (0, 0)
     events: int = 0x8
     error: int | None = None
-    """With this error all readings end."""
+    """If set, all functions on this device raise an `NVMLError` with this code."""
     unsupported: set[str] = field(default_factory=set)
     """Functions that this device does not support."""
 
     @property
     def uuid(self) -> str:
-        """Another one for each device."""
+        """A different one for each device."""
         return f"GPU-{self.index:08x}-0000-4000-8000-000000000000"
 
 
 @dataclass
 class FakeEvent:
-    """``c_nvmlEventData_t``."""
+    """An event, as ``c_nvmlEventData_t``."""
 
     device: FakeDevice
     eventType: int  # noqa: N815  # as in nvml.h
@@ -77,7 +77,7 @@ class FakeEvent:
 
 
 class FakeEventSet:
-    """The devices that tell it of their Xids, and what they have told. Each reader has a set of its own."""
+    """The devices that are registered for Xid events, and the events so far. Each reader has a separate set."""
 
     def __init__(self) -> None:
         self.devices: list[FakeDevice] = []
@@ -85,21 +85,21 @@ class FakeEventSet:
 
 
 class FakeNvml(types.ModuleType):
-    """The module, with the machine's devices in ``devices``."""
+    """The fake module, with the machine's devices in ``devices``."""
 
     def __init__(self, num_devices: int = 1) -> None:
         super().__init__("pynvml")
         self.devices = [FakeDevice(index) for index in range(num_devices)]
         self.init_error: int | None = None
         self.num_open = 0
-        """As of the real one: who opens it twice has to close it twice."""
+        """Number of ``nvmlInit`` calls without an ``nvmlShutdown``, counted as by the real library."""
         self.NVMLError = NVMLError
         self.sets: list[FakeEventSet] = []
         for name, value in CONSTANTS.items():
             setattr(self, name, value)
 
     def raise_xid(self, device: int, xid: int, kind: int = 0x8) -> None:
-        """The driver tells of an Xid, if anybody asked for it."""
+        """Adds an Xid event to each set in which the device is registered."""
         for each in self.sets:
             if self.devices[device] in each.devices:
                 each.events.put(FakeEvent(self.devices[device], kind, xid))
@@ -112,7 +112,7 @@ class FakeNvml(types.ModuleType):
         return value
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """What reads one value of a device."""
+        """Returns a function that reads one value of a device."""
         values: dict[str, Callable[[FakeDevice], Any]] = {
             "nvmlDeviceGetName": lambda device: device.name,
             "nvmlDeviceGetMigMode": lambda device: list(device.mig),
@@ -126,51 +126,51 @@ class FakeNvml(types.ModuleType):
         return lambda device: self._of(device, name, values[name](device))
 
     def nvmlInit(self) -> None:  # noqa: N802  # as in pynvml
-        """Fails with ``init_error``, if there is one."""
+        """Opens the library, or raises ``init_error`` if it is set."""
         if self.init_error is not None:
             raise NVMLError(self.init_error)
         self.num_open += 1
 
     def nvmlShutdown(self) -> None:  # noqa: N802  # as in pynvml
-        """The library is closed."""
+        """Closes the library."""
         self.num_open -= 1
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802  # as in pynvml
-        """All devices of the machine."""
+        """Returns the number of devices."""
         return len(self.devices)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeDevice:  # noqa: N802  # as in pynvml
-        """A device is its own handle."""
+        """Returns a device, which is its own handle."""
         return self.devices[index]
 
     def nvmlDeviceGetUUID(self, device: FakeDevice) -> str:  # noqa: N802  # as in pynvml
-        """Also fails of a lost device."""
+        """Returns the UUID. Raises for a lost device."""
         return str(self._of(device, "nvmlDeviceGetUUID", device.uuid))
 
     def nvmlDeviceGetTotalEccErrors(self, device: FakeDevice, kind: int, counter: int) -> int:  # noqa: N802  # as in pynvml
-        """Only what keepstep asks for is known."""
+        """Returns the count of uncorrected errors. Supports only the arguments that keepstep passes."""
         assert (kind, counter) == (CONSTANTS["NVML_MEMORY_ERROR_TYPE_UNCORRECTED"], CONSTANTS["NVML_VOLATILE_ECC"])
         return int(self._of(device, "nvmlDeviceGetTotalEccErrors", device.uncorrectable))
 
     def nvmlEventSetCreate(self) -> FakeEventSet:  # noqa: N802  # as in pynvml
-        """A new one, without devices."""
+        """Returns a new set without devices."""
         self.sets.append(FakeEventSet())
         return self.sets[-1]
 
     def nvmlDeviceRegisterEvents(  # noqa: N802  # as in pynvml
         self, device: FakeDevice, kinds: int, events: FakeEventSet
     ) -> None:
-        """A device tells of its Xids from now on."""
+        """Registers a device for Xid events."""
         assert kinds == CONSTANTS["nvmlEventTypeXidCriticalError"]
         events.devices.append(device)
 
     def nvmlEventSetWait_v2(self, events: FakeEventSet, timeout_ms: int) -> FakeEvent:  # noqa: N802  # as in pynvml
-        """Waits for the next one."""
+        """Returns the next event, or waits and raises a timeout."""
         try:
             return events.events.get(timeout=timeout_ms / 1000)
         except queue.Empty:
             raise NVMLError(CONSTANTS["NVML_ERROR_TIMEOUT"]) from None
 
     def nvmlEventSetFree(self, events: FakeEventSet) -> None:  # noqa: N802  # as in pynvml
-        """No device tells it of anything."""
+        """Releases a set: it gets no more events."""
         self.sets.remove(events)

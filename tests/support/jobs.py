@@ -1,4 +1,4 @@
-"""Real jobs for tests: the command as a user runs it, in processes of their own, and nothing left behind."""
+"""Real jobs for tests: runs the command as a user does, and ends all of its processes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
 EXAMPLES = ROOT / "examples"
 DEADLINE_S = 480.0
-"""Of a whole job or drill. The longest, which imports TRL in each process, took 279 s at a load of 22 on two cores."""
+"""Deadline of a whole job or drill. The longest, which imports TRL in each process, took 279 s at a load of 22 on two
+cores."""
 MARK = "KEEPSTEP_TEST_MARK"
 
 
 def command(*arguments: object) -> list[str]:
-    """The command line of ``keepstep``."""
+    """Returns the command line of ``keepstep`` with these arguments."""
     return [sys.executable, "-m", "keepstep.cli.main", *map(str, arguments)]
 
 
 class RunningJob:
-    """A job in the background, marked so that every process of it can be found."""
+    """A job in the background, marked so that all of its processes can be found."""
 
     def __init__(self, *arguments: object, cwd: Path | None = None) -> None:
         self.mark = uuid.uuid4().hex
@@ -48,7 +49,7 @@ class RunningJob:
         return self.process.returncode, out, err
 
     def processes(self) -> list[int]:
-        """Every process that carries the job's mark, the launcher included."""
+        """Returns the ids of all processes with the job's mark, including the launcher."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -68,7 +69,7 @@ class RunningJob:
                     assert ready, f"process {pid} is still there: {Path(f'/proc/{pid}/cmdline').read_bytes()!r}"
 
     def end(self) -> None:
-        """Kills whatever is left, for tests that failed halfway."""
+        """Kills all remaining processes, for tests that failed halfway."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -80,7 +81,7 @@ class RunningJob:
 
 @contextlib.contextmanager
 def running(*arguments: object, cwd: Path | None = None) -> Iterator[RunningJob]:
-    """A job in the background; nothing of it survives the block."""
+    """Runs a job in the background. All of its processes end with the ``with`` block."""
     job = RunningJob(*arguments, cwd=cwd)
     try:
         yield job
@@ -97,7 +98,7 @@ def run(*arguments: object, cwd: Path | None = None) -> tuple[int, str, str]:
 
 
 def status(run_dir: Path) -> dict[str, Any]:
-    """What ``keepstep status --json`` says."""
+    """Returns the output of ``keepstep status --json``."""
     output = subprocess.run(
         command("status", "--run-dir", run_dir, "--json"), capture_output=True, text=True, check=True, timeout=60
     )

@@ -1,4 +1,4 @@
-"""What a drill of each example of docs/integrations is: its options, the files that are compared, and the faults."""
+"""The drill of each example of docs/integrations: its options, the files to compare, and the faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = {
     "lightning_manual": ("out",),
     "fabric": ("out/last.pt",),
 }
-"""What each writes, without files that hold times."""
+"""The files that each example writes, except files with times."""
 MORE = {
     "imagenet": ("--epochs", 5),
     "mingpt": ("--epochs", 4),
@@ -30,7 +30,7 @@ MORE = {
     "lightning_manual": ("--devices", RANKS),
     "fabric": ("--devices", RANKS),
 }
-"""Options that make it long enough for all faults."""
+"""Options that make the training long enough for all faults."""
 
 
 UNITS_BEHIND = {
@@ -39,11 +39,11 @@ UNITS_BEHIND = {
     "lightning_auto": lambda step: (step % 4 == 0 or step % 10 == 0) + (step % 10 == 0),
     "lightning_manual": lambda step: (step % 4 == 0 or step % 10 == 0) + (step % 10 == 0),
 }
-"""How many units follow a training step, in which the framework logs, evaluates and saves: there is no backward."""
+"""Number of steps without a backward after a training step: in these the framework logs, evaluates and saves."""
 
 
 def steps_that_train(name: str) -> list[int]:
-    """The numbers of the units that have a backward."""
+    """Returns the numbers of the steps with a backward."""
     behind = UNITS_BEHIND.get(name, lambda _step: 0)
     trains, index = [], 0
     for step in range(1, 60):
@@ -53,7 +53,7 @@ def steps_that_train(name: str) -> list[int]:
 
 
 def in_every_phase(name: str) -> str:
-    """A kill in each phase, and a hang, each in a step that trains."""
+    """Returns a kill in each phase and a hang, each in a step with a backward."""
     faults = []
     for number, phase in enumerate((*IN_A_STEP, "hang")):
         at = next(each for each in steps_that_train(name) if each >= 3 + SPACING * number)
@@ -63,13 +63,13 @@ def in_every_phase(name: str) -> str:
 
 
 def two_at_once(name: str) -> str:
-    """Two of three ranks are killed in one step, which trains."""
+    """Returns the kills of two of three ranks in one step with a backward."""
     at = next(each for each in steps_that_train(name) if each >= 4)
     return f"kill@step={at},phase=backward,rank=1;kill@step={at},phase=backward,rank=2"
 
 
 def arguments(name: str, spares: int, faults: str) -> list[str]:
-    """What comes after ``keepstep drill``."""
+    """Returns the arguments of ``keepstep drill``."""
     compared = [option for pattern in FILES[name] for option in ("--compare", pattern)]
     script = [EXAMPLES / "integrations" / f"{name}.py", *MORE.get(name, ())]
     job = ("--nproc-per-node", RANKS, "--spares", spares, *compared, "--faults", faults)

@@ -1,4 +1,4 @@
-"""Processes of a job on several nodes of this machine."""
+"""Starts a job on several nodes, all of them on this machine."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SECRET = Secret(bytes(range(32)))
 
 
 def free_endpoint() -> str:
-    """Where no process listens just now."""
+    """Returns an address on which no process listens at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 class Nodes:
-    """Processes of one job, with what they print."""
+    """The processes of one job, and their output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,25 +43,25 @@ class Nodes:
         self.started: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, *arguments: object, **variables: str) -> subprocess.Popen[bytes]:
-        """Starts the command; its output goes into a file of that name."""
+        """Starts ``keepstep`` with these arguments. Its output goes into a file of this name."""
         environment = {k: v for k, v in os.environ.items() if k not in (SECRET_VARIABLE, TOKEN_VARIABLE)}
         return self.launch(name, [*KEEPSTEP, *map(str, arguments)], environment | variables)
 
     def launch(self, name: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Starts any command; its output goes into a file of that name."""
+        """Starts any command. Its output goes into a file of this name."""
         with (self.folder / name).open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         self.started[name] = process
         return process
 
     def run(self, rank: int, *more: object, script: Path = SCRIPT, steps: int = 8) -> subprocess.Popen[bytes]:
-        """``keepstep run`` as one of two nodes."""
+        """Starts ``keepstep run`` as one of two nodes."""
         where = ["--nnodes", 2, "--nproc-per-node", 1, "--spares", 0, "--rdzv-endpoint", self.endpoint]
         where += ["--node-rank", rank, "--run-dir", self.folder / f"run-{rank}", *PATIENT, *more]
         return self.start(f"out-{rank}", "run", *where, script, steps, 0.01, **{SECRET_VARIABLE: SECRET.text()})
 
     def wait(self, name: str) -> tuple[int, str]:
-        """The exit code of a process, and what it has printed."""
+        """Waits for the end of a process. Returns its exit code and its output."""
         try:
             code = self.started[name].wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -69,7 +69,7 @@ class Nodes:
         return code, self.output(name)
 
     def first_to_end(self) -> str:
-        """The name of the process that ends first."""
+        """Waits until a process has ended, and returns its name."""
         descriptors = [os.pidfd_open(process.pid) for process in self.started.values()]
         select.select(descriptors, [], [], DEADLINE_S)
         for descriptor in descriptors:
@@ -77,12 +77,12 @@ class Nodes:
         return next(name for name, process in self.started.items() if process.poll() is not None)
 
     def output(self, name: str) -> str:
-        """What a process has printed so far."""
+        """Returns the output of a process so far."""
         return (self.folder / name).read_text(errors="replace")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Nodes]:
-        """Whatever is left of the processes afterwards is ended."""
+        """Ends all remaining processes at the end of the ``with`` block."""
         try:
             yield self
         finally:
@@ -91,7 +91,7 @@ class Nodes:
 
 
 def end_all(process: subprocess.Popen[bytes]) -> None:
-    """A process and all below it are killed."""
+    """Kills a process and all of its descendants."""
     if process.poll() is None:
         for each in (*psutil.Process(process.pid).children(recursive=True), process):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -103,7 +103,7 @@ def agent(
     nodes: Nodes, output: str, credentials: str, job: list[object], as_node: str, *,
     endpoints: str | None = None, script: tuple[object, ...] = (SCRIPT, 8, 0.01),
 ) -> subprocess.Popen[bytes]:  # fmt: skip
-    """``keepstep agent`` with the credentials of one node, under the name of that or another one."""
+    """Starts ``keepstep agent`` with the credentials of one node, under the name of this or another node."""
     text = Credentials.of(SECRET, Claim(Role.AGENT, credentials)).text()
     return nodes.start(
         output, "agent", "--controller", endpoints or nodes.endpoint, *job, "--node-name", as_node, "--run-dir",
@@ -112,7 +112,7 @@ def agent(
 
 
 def await_controller(folder: Path, parent: int) -> psutil.Process:
-    """The controller that a node hosts, as soon as there is one."""
+    """Waits for the controller that a node hosts, and returns its process."""
     for _ in attempts(folder, DEADLINE_S):
         for child in psutil.Process(parent).children():
             with contextlib.suppress(psutil.Error):
@@ -125,14 +125,14 @@ def await_training(folder: Path) -> None:
     """Waits until the job whose controller writes into this folder trains."""
     folder.mkdir(0o700, parents=True, exist_ok=True)
     for _ in attempts(folder, DEADLINE_S):
-        with contextlib.suppress(ConfigurationError):  # it has not begun yet
+        with contextlib.suppress(ConfigurationError):  # the run has not begun yet
             if any(entry.stage == Stage.TRAINING for entry in journal.read(folder / runfolder.JOURNAL)):
                 return
     raise AssertionError("the job has not come to train")
 
 
 def await_output(nodes: Nodes, name: str, text: str) -> None:
-    """Waits until a process has printed something."""
+    """Waits until a process has printed a text."""
     for _ in attempts(nodes.folder, DEADLINE_S):
         if text in nodes.output(name):
             return

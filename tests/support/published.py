@@ -1,4 +1,4 @@
-"""What ranks tell of the weights that they publish, for tests of what shows it."""
+"""Messages about published weights, for tests of the views that show them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def news(
     failures: tuple[str, ...] = (),
     generation: int = 1,
 ) -> WeightsObserved:
-    """A message of a rank whose worker has the same number. Updates take half a second and send 1 GB from each rank."""
+    """Returns a message of a rank whose worker has the same number. An update takes half a second and sends 1 GB from
+    each rank."""
     is_sent = stage is PublicationStage.COMMITTED
     begun_s = at_s if stage is PublicationStage.UNDER_WAY else at_s - 0.5
     sent_bytes, spans = (10**9, SPANS) if is_sent else (0, ())
@@ -36,7 +37,8 @@ def news(
 
 
 def told_of() -> Publications:
-    """Three versions of two ranks, one that broke off, one under way; a consumer of another node lags, one was lost."""
+    """Returns the state of three versions of two ranks, an interrupted one and one in progress. A consumer on another
+    node lags behind, and one was lost."""
     found = Publications()
     for version, at_s in ((1, 1.0), (2, 2.0), (3, 3.0)):
         lagging = (("engine-1/slow", 1), ("engine-1/quick", version))
@@ -52,7 +54,7 @@ def told_of() -> Publications:
 
 
 def published_run(recorded: Path, folder: Path) -> Path:
-    """A copy of a recorded run that has also published weights."""
+    """Returns a copy of a recorded run, in which the ranks have also published weights."""
     shutil.copytree(recorded, folder)
     told_of().write(folder / runfolder.WEIGHTS)
     return folder

@@ -1,4 +1,4 @@
-"""Real runs with real failures for tests of what shows, counts and exports them."""
+"""Runs with failures, for tests of the views, statistics and exports of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KILL = f"kill@step={KILLED_AT},phase=backward,rank=1"
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A run that has ended: its folder, which is only to be read, what the job said of itself, and its log."""
+    """A run that has ended: its folder, which tests must not change, the job's report, and its log."""
 
     folder: Path
     report: dict[str, Any]
@@ -41,13 +41,13 @@ class Recorded:
 
 
 def record(folder: Path, *flags: object, faults: str = "", companion: Companion | None = None) -> dict[str, Any]:
-    """Runs a small job to its end, with faults struck into it; returns its report.
+    """Runs a small job with faults to its end. Returns its report.
 
     Args:
-        folder: of the run.
-        flags: of ``keepstep run`` and of the script, which stands among them.
+        folder: the run folder.
+        flags: the flags of ``keepstep run``, the script and its flags.
         faults: as for ``keepstep drill``.
-        companion: of the job.
+        companion: the job's companion.
     """
     folder.mkdir(parents=True, exist_ok=True)
     options = job_options(make_parser("keepstep run").parse_args(["--run-dir", str(folder), *map(str, flags)]))
@@ -58,14 +58,14 @@ def record(folder: Path, *flags: object, faults: str = "", companion: Companion 
 
 @functools.cache
 def recorded_run(base: Path) -> Recorded:
-    """A run that has lost one rank and come to its end, recorded once for all tests of a session.
+    """Returns a run that has lost one rank and completed, recorded once for all tests of a pytest session.
 
     Args:
-        base: of the session's temporary folders.
+        base: the base folder of the session's temporary folders.
     """
     folder, log = base / "recorded" / "run", base / "recorded" / "events.jsonl"
     script = (SCRIPTS / "tiny.py", "--steps", NUM_STEPS)
-    meet = ("--meet-at", KILLED_AT)  # or the others may still be about to update in the step before
+    meet = ("--meet-at", KILLED_AT)  # otherwise the others may still update in the previous step
     log.parent.mkdir()
     report = record(folder, "--nproc-per-node", NUM_RANKS, "--log-json", log, *script, *meet, faults=KILL)
     assert (report["exit_code"], len(report["recoveries"])) == (0, 1), report
@@ -74,12 +74,12 @@ def recorded_run(base: Path) -> Recorded:
 
 @functools.cache
 def overtaken_run(base: Path) -> Recorded:
-    """A run whose rank 0 dies in step 5 again and again: the first recovery is overtaken, the second is not completed.
+    """Returns a run whose rank 0 dies in step 5 repeatedly: the first recovery is superseded, the second incomplete.
 
-    The job may end before it is known by which signal rank 0 died for the second time.
+    The job may end before the signal of rank 0's second death is known.
 
     Args:
-        base: of the session's temporary folders.
+        base: the base folder of the session's temporary folders.
     """
     folder, log = base / "overtaken" / "run", base / "overtaken" / "events.jsonl"
     log.parent.mkdir()
@@ -95,11 +95,11 @@ LONE, PAIRED = ("0", "1", "2", "3"), ("0", "1", "0", "1")
 
 
 def simulate_shards(folder: Path, shards: tuple[str, ...], snapshot_every: int) -> None:
-    """Records a simulated job on healthy nodes that loses a rank in a backward, and comes to its end.
+    """Records a simulated job on healthy nodes that loses a rank in a backward, and completes.
 
     Args:
-        folder: of the run.
-        shards: of the ranks.
+        folder: the run folder.
+        shards: the shard of each rank.
         snapshot_every: steps from one snapshot to the next.
     """
     layout = case_of(1).layout
@@ -114,12 +114,12 @@ def simulate_shards(folder: Path, shards: tuple[str, ...], snapshot_every: int) 
 
 
 def entries(folder: Path) -> list[JournalEntry]:
-    """The journal of a run."""
+    """Returns the journal entries of a run."""
     return read(folder / runfolder.JOURNAL)
 
 
 class GrowingRun:
-    """A copy of a run as it was while its job ran: its journal is written once more, entry by entry."""
+    """A copy of a run as it was while its job ran. Its journal is written again, entry by entry."""
 
     def __init__(self, source: Path, folder: Path) -> None:
         self.folder = folder
@@ -130,12 +130,12 @@ class GrowingRun:
         (folder / runfolder.JOURNAL).touch()
 
     def grow(self) -> None:
-        """One entry more."""
+        """Writes the next entry."""
         with (self.folder / runfolder.JOURNAL).open("ab") as file:
             file.write(self.lines.pop(0))
 
     def end(self) -> None:
-        """The rest, and the end."""
+        """Writes the remaining entries and the end of the run."""
         while self.lines:
             self.grow()
         runfolder.write(self.folder, self._info)
@@ -143,7 +143,7 @@ class GrowingRun:
 
 @contextlib.contextmanager
 def growing(source: Path, folder: Path) -> Iterator[GrowingRun]:
-    """A copy that grows; for as long as the block lasts its launcher seems to live."""
+    """Yields a copy that grows. During the ``with`` block its launcher appears to run."""
     folder.mkdir()
     with runfolder.occupied(folder):
         yield GrowingRun(source, folder)

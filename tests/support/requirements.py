@@ -1,4 +1,4 @@
-"""Prints what keepstep and its tests need besides torch, one requirement a line: for `make test-torch`."""
+"""Prints the requirements of keepstep and its tests except torch, one per line, for `make test-torch`."""
 
 import tomllib
 from pathlib import Path

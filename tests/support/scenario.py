@@ -1,7 +1,7 @@
-"""Scenarios as text: a small cluster, what fails in it and where, and the story that comes of it.
+"""Scenarios as text: a small cluster, its faults, and the resulting trace.
 
-A scenario file begins with a title, then names its cluster and its faults, one a line; what follows an empty line is
-the story::
+A scenario file begins with a title, then names its cluster and its faults, one per line. After an empty line follows
+the trace::
 
     A rank is killed in forward
     3 ranks, 1 spares, 2 nodes, 4 steps
@@ -39,19 +39,19 @@ CONTROLLER_IS_AWAY_S = 2.0
 
 @dataclasses.dataclass(slots=True)
 class Deed:
-    """One fault of a scenario, and the moment for it: a place in a step, or a line of the story."""
+    """One fault of a scenario, and when it happens: at a place in a step, or at a line of the trace."""
 
     what: str
     ranks: tuple[int, ...]
     place: tuple[int, int, Phase] | None
-    """Rank, step and phase."""
+    """(rank, step, phase)."""
     line: str | None
     is_done: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scenario:
-    """What a file asks for."""
+    """The cluster and the faults of a scenario file."""
 
     title: str
     head: tuple[str, ...]
@@ -64,7 +64,7 @@ def parse(text: str) -> Scenario:
     """Reads the head of a scenario file.
 
     Raises:
-        ConfigurationError: a line that says nothing; it is named.
+        ConfigurationError: a line has no meaning. The message contains it.
     """
     head = tuple(line for line in text.split("\n\n")[0].splitlines() if line)
     if len(head) < 2:
@@ -106,10 +106,10 @@ def _deed(line: str) -> Deed:
 
 
 def play(scenario: Scenario) -> str:
-    """The file of a scenario, with the story as it comes out now.
+    """Returns the file of a scenario, with the trace that it produces now.
 
     Raises:
-        ViolationError: the oracle found something wrong.
+        ViolationError: a check of the oracle has failed.
     """
     story = Story()
     world = World(scenario.layout, scenario.seed, story)
@@ -154,7 +154,7 @@ def _look_for(world: World, deeds: list[Deed], lines: list[str]) -> None:
 
 
 def _do(world: World, deed: Deed) -> None:
-    """Its moment has come: it happens next."""
+    """Schedules a fault as the next event."""
     deed.is_done = True
     if not deed.ranks:
         world.schedule.after(0.0, Event("scenario", deed.what))
@@ -163,29 +163,29 @@ def _do(world: World, deed: Deed) -> None:
 
 
 class _Doer:
-    """Brings the faults of a scenario about."""
+    """Injects the faults of a scenario."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def kill(self, rank: int) -> None:
-        """SIGKILL for the process that holds a rank."""
+        """Kills the process that holds a rank."""
         victim = self._victim(rank, "is killed")
         victim.die(Cause.SIGNAL, "killed by SIGKILL")
 
     def stop(self, rank: int) -> None:
-        """SIGSTOP."""
+        """Stops the process that holds a rank, as SIGSTOP does."""
         self._victim(rank, "is stopped").is_stopped = True
 
     def crash(self) -> None:
-        """The controller is killed, and started again after a while."""
+        """Kills the controller, and restarts it after a while."""
         self._tell("the controller is killed")
         self._world.oracle.strikes("controller crash")
         self._world.controller.crash()
         self._world.schedule.after(CONTROLLER_IS_AWAY_S, Event(CONTROLLER, "restart"))
 
     def drain(self) -> None:
-        """SIGTERM for the job."""
+        """Drains the job, as after SIGTERM."""
         self._tell("the launcher gets SIGTERM")
         self._world.oracle.drains_job()
         self._world.controller.drain()

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _MODIFY, _MOVED_TO, _CREATE = 0x2, 0x80, 0x100
-"""Of <sys/inotify.h>."""
+"""Constants of <sys/inotify.h>."""
 POLL_INTERVAL_S = 0.1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def attempts(folder: Path, timeout_s: float) -> Iterator[None]:
-    """One attempt now, one after each change in a folder, and some more, for a process may end without any."""
+    """Yields now, after each change in a folder, and at times without one: a process may end without a change."""
     deadline_s = time.monotonic() + timeout_s
     with contextlib.closing(FolderWatch(folder)) as watch:
         while time.monotonic() < deadline_s:
@@ -26,7 +26,7 @@ def attempts(folder: Path, timeout_s: float) -> Iterator[None]:
 
 
 def await_journal(path: Path, word: str, count: int) -> None:
-    """Waits until ``word`` stands ``count`` times in a job's journal."""
+    """Waits until a job's journal contains ``word`` ``count`` times."""
     for _ in attempts(path.parent, 60.0):
         if path.exists() and path.read_text().count(f'"{word}"') >= count:
             return
@@ -34,7 +34,7 @@ def await_journal(path: Path, word: str, count: int) -> None:
 
 
 class FolderWatch:
-    """Told by the kernel of what is written, made or moved in a folder (not below it) from now on."""
+    """Watches for files that are written, created or moved in a folder (not below it), with inotify."""
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -43,12 +43,12 @@ class FolderWatch:
             raise OSError(ctypes.get_errno(), f"cannot watch {folder}")
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether something has changed since the last call, or does within so many seconds."""
+        """Returns whether a file has changed since the last call, or changes within ``timeout_s``."""
         there, _, _ = select.select([self._descriptor], [], [], timeout_s)
         if there:
             os.read(self._descriptor, 1 << 16)
         return bool(there)
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the watch."""
         os.close(self._descriptor)

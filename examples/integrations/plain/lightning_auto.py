@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 lightning_auto.py
 
-The pictures are made from random numbers.
+The pictures are random numbers.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""A small language model and a trainer of one's own: a class with a loop over steps, and callbacks.
+"""A small language model and the script's own trainer: a class with a loop over steps, and callbacks.
 
     torchrun --nproc-per-node 2 mingpt.py
 
-The task is to sort digits: a row holds six of them, and then the same ones in order.
+The task is to sort digits: a row holds six digits, and then the same digits in order.
 """
 
 import argparse

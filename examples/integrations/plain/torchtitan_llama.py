@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 torchtitan_llama.py
 
-It trains on the bytes of sums, also without an accelerator, and goes on from the last checkpoint in --out.
+It trains on the bytes of sums, also without an accelerator, and resumes from the last checkpoint in --out.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def parallelize(model, **options):
     parallelize_llama(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no average
     return model
 
 
@@ -82,7 +82,7 @@ def main(args):
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     config.model_spec.parallelize_fn = parallelize
     for _name, _attention, owner, name in list(config.model_spec.traverse(FlexAttention.Config)):
-        setattr(owner, name, ScaledDotProductAttention.Config())  # the other one is compiled for GPUs
+        setattr(owner, name, ScaledDotProductAttention.Config())  # FlexAttention is compiled for GPUs
     trainer = Trainer(config)
     trainer.train()
     trainer.close()

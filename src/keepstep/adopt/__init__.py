@@ -1,7 +1,7 @@
 """Reads a training script, and reports which lines to change so that it survives the loss of a rank.
 
-`read` takes the source text and returns the findings; the script is never imported or run. The rules use its text
-alone: names, the order of its lines, and calls of its own functions. A rule that cannot decide reports nothing.
+`read` takes the source text and returns the findings. It never imports or runs the script. The rules use only its text:
+names, the order of its lines, and calls of its own functions. A rule that cannot decide reports nothing.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ RULES = (
     values.values,
     values.checkpoints,
 )
-"""Each looks for one kind of line. They hold where no framework runs the loop."""
+"""The rules. Each finds one kind of line. They apply to scripts whose training loop is not run by a framework."""
 
 __all__ = ["RULES", "Advice", "Edit", "Finding", "read"]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What there is to say of a script.
+    """The result of reading a script.
 
     Attributes:
-        findings: in the order of the lines.
-        loops: the lines in which a training loop begins.
+        findings: the lines to change, in the order of the lines.
+        loops: numbers of the lines in which a training loop begins.
     """
 
     findings: list[Finding]
@@ -49,10 +49,10 @@ def read(text: str, name: str = "script") -> Advice:
 
     Args:
         text: the source.
-        name: of the file, for errors.
+        name: name of the file, for errors.
 
     Raises:
-        ConfigurationError: it is no Python.
+        ConfigurationError: the text is not valid Python.
     """
     survey = Survey(Script(text, name))
     found = framework_findings(survey)

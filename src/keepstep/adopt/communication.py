@@ -1,4 +1,4 @@
-"""Collectives after an update on whose value a decision depends: a failure may lose the value."""
+"""Finds collectives after an update whose result affects a decision: a failure may interrupt them after the update."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from keepstep.adopt.script import Edit, Finding, Function
 
 IN_PLACE = {"all_reduce": 0, "reduce": 0, "broadcast": 0, "all_gather": 0, "all_gather_into_tensor": 0, "gather": 1,
             "all_gather_object": 0, "broadcast_object_list": 0}  # fmt: skip
-"""Collectives of torch.distributed, and which of their arguments they write to."""
+"""Collectives of torch.distributed, and the index of the argument to which they write."""
 DECIDING = ("min", "max")
 
 Key = tuple[Function | None, str]
-"""A name, and the function that it belongs to; None for attributes of `self`."""
+"""A name and its function; None for attributes of `self`, and at module level."""
 
 
 def collectives(survey: Survey) -> Iterator[Finding]:
-    """Those after `optimizer.step()`, where a comparison or a scheduler goes by what they give."""
+    """Finds collectives after `optimizer.step()` whose result a comparison or a scheduler uses."""
     for loop in survey.loops:
         seen: set[ast.AST] = set()
         for visit in survey.in_loop(loop.run):
@@ -47,7 +47,7 @@ def _update_before(loop: TrainingLoop, visit: Visit) -> Visit | None:
 
 
 def _is_epoch_end(survey: Survey, loop: TrainingLoop, update: Visit, visit: Visit) -> bool:
-    """Whether it stands at the end of an epoch of `session.epochs()`, which is protected like a step."""
+    """Whether the collective is at the end of an epoch of `session.epochs()`, which is protected like a step."""
     node = loop.run.node
     if not loop.is_adopted or isinstance(node, ast.While) or not survey.is_of_session(node.iter, "epochs"):
         return False
@@ -65,7 +65,7 @@ def _is_collective(survey: Survey, node: ast.AST) -> bool:
 
 
 def _beside(survey: Survey, loop: TrainingLoop, update: Visit, visit: Visit) -> ast.AST:
-    """The collective, or the call that leads to it in the function of the update, else in that of the loop."""
+    """Returns the collective, or the call that leads to it in the function of the update, else in that of the loop."""
     for beside in (update.node, loop.run.node):
         function = survey.script.function(beside)
         for node in (*visit.stack[len(loop.run.stack) :], visit.node):
@@ -75,7 +75,7 @@ def _beside(survey: Survey, loop: TrainingLoop, update: Visit, visit: Visit) -> 
 
 
 class _Spread:
-    """Follows the value of a collective through the statements behind it, to the first that decides by it."""
+    """Follows the result of a collective through the statements after it, to the first decision that uses it."""
 
     def __init__(self, survey: Survey, loop: TrainingLoop, source: Visit) -> None:
         self._survey, self._loop, self._source = survey, loop, source
@@ -83,7 +83,7 @@ class _Spread:
         self._calls: set[ast.AST] = {source.node}
 
     def decision(self) -> ast.AST | None:
-        """A comparison, `min()` or `max()`, or a scheduler's `step(metric)`."""
+        """Returns the decision: a comparison, `min()` or `max()`, or a scheduler's `step(metric)`; None without one."""
         call = self._source.node
         assert isinstance(call, ast.Call)
         at = IN_PLACE[self._survey.script.dotted(call.func).rpartition(".")[2]]
@@ -140,7 +140,7 @@ class _Spread:
             self._names.add(key)
 
     def _add_to_owner(self, node: ast.AST, visit: Visit) -> None:
-        """`self.avg` in a method that was called as `meter.sync()` is `meter.avg` there."""
+        """Adds the caller's name of an attribute: `self.avg` in a method called as `meter.sync()` is `meter.avg`."""
         name = self._survey.script.text(node)
         if name.startswith("self.") and visit.stack and isinstance(visit.stack[-1].func, ast.Attribute):
             call = visit.stack[-1]

@@ -1,4 +1,4 @@
-"""The order in which the lines of a script run, following calls of its own functions."""
+"""The order in which the lines of a script run. It follows calls of the script's own functions."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from keepstep.adopt.script import Function, Loop, Script
 
 MAX_VISITS = 100_000
-"""Functions are followed wherever they are called. Of a script that would take more, the rest is left out."""
+"""Maximum number of visits, because a function is followed wherever it is called. The rest of the script is ignored."""
 MAX_DEPTH = 12
-"""Of calls within calls; scripts stay far below."""
+"""Maximum depth of nested calls; scripts stay far below."""
 STARTERS = {"spawn", "start_processes", "Process", "Fire", "run", "launch"}
-"""Functions that call the function which they are given, such as `torch.multiprocessing.spawn`."""
+"""Functions that call a function argument, such as `torch.multiprocessing.spawn`."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A call or a statement at one moment of the run.
+    """One execution of a call or a statement.
 
     Attributes:
-        node: the call, or the statement once its expressions are computed.
-        at: its place in the order.
-        root: number of the entry that it was reached from; two roots have no order.
+        node: the call, or the statement after its expressions are computed.
+        at: its position in the order.
+        root: number of the entry point from which it was reached. Visits of different entry points have no order.
         stack: the calls that led here, the innermost last.
-        branches: the conditions that it depends on, each with the answer.
+        branches: the conditions that it depends on, each with its required result.
     """
 
     node: ast.AST
@@ -35,7 +35,7 @@ class Visit:
     branches: tuple[tuple[ast.AST, bool], ...]
 
     def excludes(self, other: Visit) -> bool:
-        """Whether no pass through the lines comes to both."""
+        """Whether no single pass through the code can reach both visits."""
         answers = dict(other.branches)
         return any(answers.get(condition, answer) != answer for condition, answer in self.branches)
 
@@ -46,11 +46,11 @@ class LoopRun:
 
     Attributes:
         node: the loop.
-        first: the first place in the order that is in its body; for `while` its condition is.
-        last: the place behind its body.
+        first: the first position of its body; for `while`, of its condition.
+        last: the position after its body.
         root: as in `Visit`.
         stack: as in `Visit`.
-        outer: the loops around it, the innermost first, also those around the calls that led here.
+        outer: the loops around it, the innermost first, including those around the calls that led here.
     """
 
     node: Loop
@@ -61,7 +61,7 @@ class LoopRun:
     outer: tuple[LoopRun, ...]
 
     def holds(self, visit: Visit) -> bool:
-        """Whether something runs inside of it."""
+        """Whether a visit is inside of this loop."""
         return self.root == visit.root and self.first <= visit.at < self.last
 
 
@@ -69,8 +69,8 @@ class Flow:
     """The order of a script's calls and statements.
 
     Attributes:
-        visits: in their order.
-        loops: in the order of their ends.
+        visits: the calls and statements, in order.
+        loops: the runs of loops, in the order of their ends.
     """
 
     def __init__(self, script: Script) -> None:
@@ -87,7 +87,7 @@ class Flow:
         self._block(script.tree.body)
 
     def enter_the_rest(self) -> None:
-        """Takes each function that nothing has called for an entry of its own, as in a file that others import."""
+        """Follows each uncalled function as an entry point of its own: another file may import and call it."""
         reached = {self._script.function(visit.node) for visit in self.visits}
         for function in _functions(self._script):
             if function in reached:
@@ -99,7 +99,7 @@ class Flow:
             self._body(function)
 
     def calls(self) -> Iterator[tuple[Visit, ast.Call]]:
-        """The calls among the visits."""
+        """Yields the calls among the visits."""
         for visit in self.visits:
             if isinstance(visit.node, ast.Call):
                 yield visit, visit.node
@@ -161,7 +161,7 @@ class Flow:
         if isinstance(node, ast.While):
             self._expression(node.test)
         self._block(node.body)
-        # Inner loops have ended before this one, so it is told to them now.
+        # Inner loops have ended before this one, so it is added to them now.
         run = LoopRun(node, first, len(self.visits), self._root, tuple(self._stack), ())
         for at in range(number, len(self.loops)):
             inner = self.loops[at]
@@ -195,7 +195,7 @@ class Flow:
             self.visits.append(Visit(node, len(self.visits), self._root, tuple(self._stack), tuple(self._branches)))
 
     def _called(self, call: ast.Call) -> Iterator[Function]:
-        """The functions of the script that a call runs."""
+        """Yields the functions of the script that a call runs."""
         name = self._script.text(call.func)
         _, _, method = name.rpartition(".")
         if name in self._functions:
@@ -211,7 +211,7 @@ class Flow:
             yield from (self._functions[name] for name in map(self._script.text, given) if name in self._functions)
 
     def _class_of_value(self, func: ast.expr) -> ast.ClassDef | None:
-        """The class of `a` in `a.b`, if it is one of the script's."""
+        """Returns the class of `a` in `a.b`, if the script defines it."""
         if not isinstance(func, ast.Attribute):
             return None
         if isinstance(func.value, ast.Call):

@@ -1,4 +1,4 @@
-"""Scripts whose loop, or whose process group, belongs to a framework."""
+"""Findings for scripts in which a framework runs the training loop or creates the process group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def framework_findings(survey: Survey) -> list[Finding] | None:
-    """What to change where a framework trains. None if none does, and the other rules hold."""
+    """Returns the lines to change if a framework trains. None if none does, so that the other rules apply."""
     found = [*_trainer(survey), *_lightning(survey), *_torchtitan(survey)] or [*_accelerate(survey)]
     return found or (None if not _is_adopted(survey) else [])
 
@@ -38,7 +38,7 @@ def _calls_of(survey: Survey, package: str, *names: str) -> Iterator[ast.Call]:
 
 
 def _trainer(survey: Survey) -> Iterator[Finding]:
-    """Trainers of `transformers` and `trl`, and classes that are derived from them."""
+    """Finds trainers of `transformers` and `trl`, and classes derived from them."""
     script = survey.script
     classes = [node for node in ast.walk(script.tree) if isinstance(node, ast.ClassDef)]
     bases = [(base, each) for each in classes for base in each.bases if _is_trainer(script.dotted(base))]
@@ -76,7 +76,7 @@ def _protected(survey: Survey, name: ast.expr, node: ast.AST) -> Finding:
 
 
 def _import_of(survey: Survey, name: str, module: str) -> ast.ImportFrom | None:
-    """The line that imports a name by itself."""
+    """Returns the `from ... import` of a name from a package; None if there is none."""
     for node in ast.walk(survey.script.tree):
         is_module = isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == module
         if isinstance(node, ast.ImportFrom) and is_module and any(alias.name == name for alias in node.names):
@@ -136,7 +136,7 @@ def _assigned(survey: Survey, call: ast.Call) -> str:
 
 
 def _framed_loop(survey: Survey, loop: TrainingLoop, owner: str) -> Iterator[Finding]:
-    """A loop of the script's own, with a model that a framework has prepared: its `owner` hands out the epochs."""
+    """Suggests the change of the script's own loop, in which a framework prepares the model. `owner` yields epochs."""
     script, inner = survey.script, loop.run.node
     if loop.is_adopted:
         return

@@ -1,4 +1,4 @@
-"""The loops in which a script trains, and what rules ask about a script."""
+"""The training loops of a script, and queries of the rules."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from keepstep.adopt.objects import Objects, Sort
 from keepstep.adopt.script import Script
 
 PROGRESS_BARS = ("enumerate", "tqdm", "trange", "track", "iter")
-"""Calls that hand on what they are given."""
+"""Calls that yield the elements of their argument."""
 HANDED_OUT = ("steps", "batches", "epochs")
-"""Methods of a session that a loop goes over."""
+"""Methods of a session over which a loop iterates."""
 
 
 @dataclass(frozen=True)
 class TrainingLoop:
-    """A loop with a backward and an update of weights in each pass, or one that a session hands out.
+    """A loop with a backward and an update in each iteration, or a loop over a session's steps, batches or epochs.
 
     Attributes:
         run: the loop.
         updates: calls of `optimizer.step()` or `scaler.step()` in it.
         backwards: calls of `backward()` in it.
-        is_adopted: whether keepstep hands out its steps already.
+        is_adopted: whether keepstep yields its steps already.
     """
 
     run: LoopRun
@@ -34,24 +34,24 @@ class TrainingLoop:
 
     @property
     def epochs(self) -> LoopRun | None:
-        """The loop around it."""
+        """The innermost loop around it; None if there is none."""
         return self.run.outer[0] if self.run.outer else None
 
     @property
     def outermost(self) -> LoopRun:
-        """The last loop around it, or itself."""
+        """The outermost loop around it, or the loop itself."""
         return self.run.outer[-1] if self.run.outer else self.run
 
 
 class Survey:
-    """A script, read: what rules look at.
+    """The analysed script that the rules use.
 
     Attributes:
-        script: its text.
-        flow: in which order it runs.
-        objects: what its names stand for.
-        loops: where it trains.
-        session: the name of the session, which may be still to come.
+        script: its text and syntax tree.
+        flow: the order of its calls and statements.
+        objects: the kinds of its objects.
+        loops: its training loops.
+        session: the name of the session, even if the script does not have one yet.
         has_session: whether the script calls `keepstep.init()`.
     """
 
@@ -71,7 +71,7 @@ class Survey:
         return any(self.is_of_session(call, "protect") for _visit, call in self.flow.calls())
 
     def is_in_front_of_init(self, node: ast.AST) -> bool:
-        """Whether a line runs before the job is joined, as far as the script joins it by itself."""
+        """Whether a line runs before the script calls `keepstep.init()` or `init_process_group()`."""
         for visit in self.flow.visits:
             if visit.node is node:
                 return True
@@ -81,7 +81,7 @@ class Survey:
         return False
 
     def at_start(self) -> Iterator[Visit]:
-        """What runs before the first training loop, each node once."""
+        """Yields the visits before the first training loop, the first of each node."""
         seen: set[ast.AST] = set()
         if not self.loops:
             return
@@ -92,11 +92,11 @@ class Survey:
                 yield visit
 
     def in_loop(self, loop: LoopRun) -> list[Visit]:
-        """What runs in each pass of a loop."""
+        """Returns the visits in a loop."""
         return [visit for visit in self.flow.visits[loop.first : loop.last] if loop.holds(visit)]
 
     def iterated(self, node: ast.expr) -> ast.expr:
-        """What a loop goes over, without `enumerate` and progress bars."""
+        """Returns the expression over which a loop iterates, without `enumerate` and progress bars."""
         while isinstance(node, ast.Call) and node.args:
             name = self.script.dotted(node.func).rpartition(".")[2]
             if any(self.is_of_session(node, each) for each in HANDED_OUT):
@@ -123,7 +123,7 @@ class Survey:
         return self.script.text(node.func.value) in (self.session, f"self.{self.session}", "session", "self.session")
 
     def hands_out_steps(self, node: ast.AST) -> bool:
-        """Whether a loop goes over the steps, batches or epochs of a session, or over the epochs of a framework."""
+        """Whether a loop iterates over the steps, batches or epochs of a session, or over the epochs of a framework."""
         if not isinstance(node, ast.For):
             return False
         each = self.iterated(node.iter)
@@ -154,7 +154,7 @@ class Survey:
         ]
 
     def _once_each(self, runs: list[LoopRun]) -> list[LoopRun]:
-        """Of several runs of one loop the first with the most loops around it."""
+        """Returns one run of each loop: the first of those with the most loops around them."""
         best: dict[ast.AST, LoopRun] = {}
         for run in sorted(runs, key=lambda run: (run.root, run.first)):
             if run.node not in best or len(run.outer) > len(best[run.node].outer):

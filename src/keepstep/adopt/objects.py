@@ -12,7 +12,7 @@ from keepstep.adopt.script import Function, Script
 
 
 class Sort(StrEnum):
-    """Of an object that a training script makes."""
+    """Kinds of objects in a training script."""
 
     MODEL = "model"
     OPTIMIZER = "optimizer"
@@ -28,13 +28,13 @@ LOOKS_LIKE = {
     Sort.SCALER: re.compile(r"scaler", re.IGNORECASE),
     Sort.LOADER: re.compile(r"loader|(^|_)dl$", re.IGNORECASE),
 }
-"""What a name tells of an object that is made elsewhere."""
+"""Patterns of names, for objects that are created elsewhere."""
 
 OPTIMIZERS = {
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
     "Rprop", "SGD", "SparseAdam", "ZeroRedundancyOptimizer",
 }  # fmt: skip
-"""Classes of torch 2.13 with an `Optimizer` behind them."""
+"""Optimizer classes of torch 2.13."""
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
@@ -43,10 +43,10 @@ class Made:
     """An object and the name that it is assigned to.
 
     Attributes:
-        name: as the script writes it: `optimizer`, `self.model`.
-        sort: what it is.
+        name: the name in the script, such as `optimizer` or `self.model`.
+        sort: the kind of object.
         node: the assignment, or the call that shards a model in place.
-        function: where the name is known; None at module level.
+        function: the function of the assignment; None at module level.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Objects:
     """The objects of a script.
 
     Attributes:
-        made: what is assigned, in the order of the lines.
+        made: the objects, in the order of their lines.
     """
 
     def __init__(self, script: Script) -> None:
@@ -69,14 +69,17 @@ class Objects:
         self._sorts = {made.name: made.sort for made in self.made}
 
     def sort_of(self, node: ast.AST | None) -> Sort | None:
-        """What a name stands for: by what is assigned to it, else by what it is called."""
+        """Returns the kind of object of a name: from its assignment, else from the name itself; None if unknown."""
         name = self._script.text(node)
         if name in self._sorts:
             return self._sorts[name]
         return self._looks_like(name)
 
     def _looks_like(self, name: str) -> Sort | None:
-        """What a name alone tells. What is never stepped is no optimizer: many scripts call their options `opt`."""
+        """Returns the kind of object that a name suggests.
+
+        Except for loaders, only names on which the script calls `step()` count: many scripts call their options `opt`.
+        """
         last = name.rpartition(".")[2]
         for sort, pattern in LOOKS_LIKE.items():
             if pattern.search(last) and (sort is Sort.LOADER or last in self._stepped):
@@ -90,24 +93,24 @@ class Objects:
                     yield self._script.text(each).rpartition(".")[2]
 
     def is_update(self, call: ast.Call) -> bool:
-        """Whether it is `optimizer.step()` or `scaler.step(optimizer)`."""
+        """Whether a call is `optimizer.step()` or `scaler.step(optimizer)`."""
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
             return False
         sort = self.sort_of(call.func.value)
         return sort is Sort.OPTIMIZER or (sort is Sort.SCALER and len(call.args) == 1)
 
     def is_backward(self, call: ast.Call) -> bool:
-        """Whether it computes gradients."""
+        """Whether a call computes gradients."""
         is_method = isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
         return is_method or self._script.dotted(call.func) == "torch.autograd.backward"
 
     def is_plateau(self, node: ast.AST) -> bool:
-        """Whether a name stands for a scheduler that decides by a metric."""
+        """Whether a name is a `ReduceLROnPlateau` scheduler, which depends on a metric."""
         name = self._script.text(node)
         return any(made.name == name and _calls(self._script, made.node, "ReduceLROnPlateau") for made in self.made)
 
     def known_in(self, function: Function | None) -> Iterator[tuple[str, Sort]]:
-        """The names that stand for objects in a function, or at module level."""
+        """Yields the names of objects that a function, or the module level, can use."""
         for made in self.made:
             is_attribute = made.name.startswith("self.")
             owner, here = (None if each is None else self._script.class_of(each) for each in (made.function, function))
@@ -146,7 +149,7 @@ class Objects:
             yield Made(name, sort, node, self._script.function(node))
 
     def _sort_by_name(self, name: str, value: ast.expr) -> Sort | None:
-        """Of what a function of the script, or of a library, has made."""
+        """Returns the kind of an object from an unknown call, by the name to which it is assigned."""
         if not isinstance(value, ast.Call) or name.endswith("name"):
             return None
         if self._script.dotted(value.func).rpartition(".")[2] in ("iter", "len", "getattr", "str", "tqdm"):
@@ -171,12 +174,12 @@ class Objects:
         return Sort.LOADER if last in ("DataLoader", "StatefulDataLoader") else None
 
     def _in_place(self, call: ast.Call) -> Iterator[Made]:
-        """A model that `fully_shard` changes, or whose parameters an optimizer takes."""
+        """Yields a model that `fully_shard` shards in place, or whose parameters an optimizer gets."""
         node, function, around = self._script.statement(call), self._script.function(call), self._script.ancestors(call)
         if self._script.calls(call, "fully_shard") and call.args:
             name = self._script.text(call.args[0])
             if any(isinstance(each, ast.For) and self._script.text(each.target) == name for each in around):
-                return  # a part of the model: the whole comes last
+                return  # a part of the model; a later call shards the whole model
         elif isinstance(call.func, ast.Attribute) and self._is_of_optimized(call):
             name = self._script.text(call.func.value)
         else:
@@ -185,7 +188,7 @@ class Objects:
             yield Made(name.removesuffix(".module"), Sort.MODEL, node, function)
 
     def _is_of_optimized(self, call: ast.Call) -> bool:
-        """`model.configure_optimizers(...)`, or `model.parameters()` within the call that makes an optimizer."""
+        """Whether a call is `model.configure_optimizers(...)`, or `model.parameters()` as an optimizer's argument."""
         method = getattr(call.func, "attr", "")
         if method == "configure_optimizers" or method not in ("parameters", "named_parameters"):
             return method == "configure_optimizers"
@@ -193,7 +196,7 @@ class Objects:
         return any(self._sort_of_value(each) is Sort.OPTIMIZER for each in around)
 
     def _annotated(self, argument: ast.arg) -> Iterator[Made]:
-        """`train_data: DataLoader`, and `self.train_data` if it is kept there under the same name."""
+        """Yields loaders for an argument such as `train_data: DataLoader`, and for `self.train_data`."""
         if self._script.dotted(argument.annotation).rpartition(".")[2] != "DataLoader":
             return
         function = next(each for each in self._script.ancestors(argument) if isinstance(each, Function))

@@ -1,4 +1,4 @@
-"""`session.protect()`: its place, its arguments, and what it refuses."""
+"""Findings about `session.protect()`: its place, its arguments, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from keepstep.adopt.objects import Sort
 from keepstep.adopt.script import Edit, Finding, Function
 
 PROTECTED = (Sort.MODEL, Sort.OPTIMIZER, Sort.SCHEDULER, Sort.SCALER, Sort.AVERAGE)
-"""In the order of the arguments."""
+"""Kinds of objects to protect, in the order of the arguments."""
 
 
 def protection(survey: Survey) -> Iterator[Finding]:
-    """One line before the outermost loop."""
+    """Suggests a call of `protect()` before the outermost loop, if the script has none."""
     if survey.is_protected or not survey.loops:
         return
     script, loop = survey.script, survey.loops[0]
@@ -34,7 +34,7 @@ def protection(survey: Survey) -> Iterator[Finding]:
 
 
 def arguments(survey: Survey, function: Function | None) -> list[tuple[str, str]]:
-    """The arguments of `protect()`: each a keyword, and a name that is known in the function."""
+    """Returns the arguments of `protect()` as pairs of keyword and name. The function can use all of the names."""
     known = list(survey.objects.known_in(function))
     wrapped = _wrapped(survey)
     found: list[tuple[str, str]] = []
@@ -59,7 +59,7 @@ def _keyword(name: str, sort: Sort, number: int) -> str:
 
 
 def _wrapped(survey: Survey) -> set[str]:
-    """Models that DDP, FSDP1 or `fully_shard` has had."""
+    """Returns the names of models that DDP, FSDP1 or `fully_shard` wraps."""
     names = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
     return {
         made.name
@@ -69,7 +69,7 @@ def _wrapped(survey: Survey) -> set[str]:
 
 
 def _updated_in(survey: Survey, function: Function | None) -> list[str]:
-    """The optimizers that the function itself steps."""
+    """Returns the names of optimizers that the function itself steps, or that are attributes of `self`."""
     names: dict[str, None] = {}
     for loop in survey.loops:
         for update in loop.updates:
@@ -82,7 +82,7 @@ def _updated_in(survey: Survey, function: Function | None) -> list[str]:
 
 
 def _function_of_init(survey: Survey) -> Function | None:
-    """Where the session is made, or will be."""
+    """Returns the function in which the session is created, or will be."""
     for node in ast.walk(survey.script.tree):
         is_init = isinstance(node, ast.Call) and survey.script.dotted(node.func) == "keepstep.init"
         if is_init or survey.script.calls(node, "init_process_group"):
@@ -94,7 +94,7 @@ def _function_of_init(survey: Survey) -> Function | None:
 
 
 def refusals(survey: Survey) -> Iterator[Finding]:
-    """What `protect()` would end the script for."""
+    """Finds objects that `protect()` refuses with an error."""
     script = survey.script
     for node in ast.walk(script.tree):
         if not isinstance(node, ast.Call):
@@ -151,7 +151,7 @@ def _without(survey: Survey, call: ast.Call, option: str) -> str:
 
 
 def _iterable(survey: Survey, loader: ast.Call) -> Iterator[Finding]:
-    """A loader that a training loop goes over, of an iterable dataset of the script's own that has no position."""
+    """Finds a loader of a training loop whose iterable dataset, defined by the script, has no `state_dict()`."""
     script = survey.script
     iterable = {
         node.name

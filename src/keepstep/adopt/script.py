@@ -1,4 +1,4 @@
-"""A training script as text and syntax tree, and what is said about one of its lines."""
+"""A training script as text and syntax tree, and findings about its lines."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Finding:
     """One line of a script to change.
 
     Attributes:
-        line: its number, from 1 on.
+        line: its number, from 1.
         source: its text, without indentation.
         edit: what to do with it.
-        instead: what to write: for `Edit.MOVE` the place where the line belongs, for `Edit.REMOVE` nothing.
-        why: what was seen, and the rule it meets.
+        instead: the text to write; for `Edit.MOVE` the place where the line belongs, for `Edit.REMOVE` nothing.
+        why: the reason, and the rule of keepstep behind it.
     """
 
     line: int
@@ -43,14 +43,14 @@ class Finding:
 
 
 class Script:
-    """One file that is read, never run.
+    """The source of a script, which is parsed and never run.
 
     Args:
         text: the source.
-        name: of the file, for errors.
+        name: name of the file, for errors.
 
     Raises:
-        ConfigurationError: it is no Python that this interpreter can read; the message names the line.
+        ConfigurationError: this interpreter cannot parse it; the message names the line.
     """
 
     def __init__(self, text: str, name: str = "script") -> None:
@@ -70,7 +70,7 @@ class Script:
     # ---- names ----------------------------------------------------------------------------------------------------
 
     def text(self, node: ast.AST | None) -> str:
-        """`a.b.c` as the script writes it; of `a.b[0]` the part without the index; else ""."""
+        """Returns the name `a.b.c` as in the script; for `a.b[0]` without the index; for other expressions ""."""
         match node:
             case ast.Name():
                 return node.id
@@ -83,14 +83,14 @@ class Script:
                 return ""
 
     def dotted(self, node: ast.AST | None) -> str:
-        """The full name of `a.b.c`, with what imports have renamed put back; else ""."""
+        """Returns the full name of `a.b.c`, with aliases of imports resolved; for other expressions ""."""
         if isinstance(node, ast.Subscript):
             return ""
         head, dot, tail = self.text(node).partition(".")
         return self._aliases.get(head, head) + dot + tail
 
     def calls(self, node: ast.AST, *names: str, of: str = "torch") -> bool:
-        """Whether a node calls one of these functions or classes of a package, wherever in the package it lies."""
+        """Whether a node calls one of these functions or classes of a package, in any of its modules."""
         if not isinstance(node, ast.Call):
             return False
         root, _, rest = self.dotted(node.func).partition(".")
@@ -99,28 +99,28 @@ class Script:
     # ---- places ---------------------------------------------------------------------------------------------------
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What a node stands in, from the inside out."""
+        """Yields the ancestors of a node, from the inside out."""
         while node in self._parents:
             node = self._parents[node]
             yield node
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """The statement that a node is, or is part of."""
+        """Returns the statement that a node is, or is part of."""
         for each in (node, *self.ancestors(node)):
             if isinstance(each, ast.stmt):
                 return each
         raise ValueError("a node of no statement")
 
     def function(self, node: ast.AST) -> Function | None:
-        """The function that a node stands in; None at module level."""
+        """Returns the function around a node; None at module level."""
         return next((each for each in self.ancestors(node) if isinstance(each, Function)), None)
 
     def class_of(self, node: ast.AST) -> ast.ClassDef | None:
-        """The class that a node stands in."""
+        """Returns the class around a node; None if there is none."""
         return next((each for each in self.ancestors(node) if isinstance(each, ast.ClassDef)), None)
 
     def siblings(self, statement: ast.stmt) -> tuple[list[ast.stmt], list[ast.stmt]]:
-        """The statements of the same block before a statement, and those behind it."""
+        """Returns the statements of the same block before a statement, and those after it."""
         parent = self._parents[statement]
         for name in ("body", "orelse", "finalbody"):
             block = getattr(parent, name, None)
@@ -132,29 +132,29 @@ class Script:
     # ---- text -----------------------------------------------------------------------------------------------------
 
     def line(self, node: ast.AST) -> int:
-        """Number of the line that a node begins in."""
+        """Returns the number of the line in which a node begins."""
         return int(getattr(node, "lineno", 1))
 
     def one_line(self, node: ast.AST) -> str:
-        """The source of an expression or of a simple statement, on one line; of a compound one its first line."""
+        """Returns the source of an expression or a simple statement on one line; for a compound one, its header."""
         return _on_one_line(self._bytes[slice(*self._extent(node))])
 
     def replaced(self, node: ast.AST, text: str) -> str:
-        """The statement around a node, on one line, with other text in the node's place."""
+        """Returns the statement around a node, on one line, with the node replaced by other text."""
         first, last = self._extent(self.statement(node))
         begin, end = self._extent(node)
         return _on_one_line(self._bytes[first:begin] + text.encode() + self._bytes[end:last])
 
     def finding(self, node: ast.AST, edit: Edit, instead: str, why: str) -> Finding:
-        """A finding about the line in which a node begins."""
+        """Returns a finding about the line in which a node begins."""
         number = self.line(node)
         return Finding(number, self.lines[number - 1].strip(), edit, instead, " ".join(why.split()))
 
     def _extent(self, node: ast.AST) -> tuple[int, int]:
-        """Where a node begins and ends, in bytes: the columns of `ast` count bytes of UTF-8."""
+        """Returns start and end of a node in bytes, because the columns of `ast` count UTF-8 bytes."""
         first = self._starts[self.line(node) - 1] + int(getattr(node, "col_offset", 0))
         body = getattr(node, "body", None)
-        if isinstance(body, list) and body:  # only what stands before its block
+        if isinstance(body, list) and body:  # only the header of a compound statement
             return first, self._extent(body[0])[0]
         return first, self._starts[int(getattr(node, "end_lineno", 1)) - 1] + int(getattr(node, "end_col_offset", 0))
 
@@ -169,7 +169,7 @@ def _on_one_line(source: bytes) -> str:
 
 
 def _aliases(tree: ast.Module) -> dict[str, str]:
-    """What each imported name stands for."""
+    """Returns imported name -> full name."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Before the first step: joining the job, ranks and devices, and what happens once per job."""
+"""Findings about the code before the first step: joining the job, ranks and devices, and actions once per job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keepstep.adopt.objects import Sort
 from keepstep.adopt.script import Edit, Finding, Function
 
 WRITES = ("write_text", "write_bytes", "unlink")
-"""Methods of paths."""
+"""Methods of paths that write or remove files."""
 REMOVALS = ("shutil.rmtree", "os.remove", "os.unlink", "os.rmdir", "torch.save")
 
 
@@ -19,7 +19,7 @@ REMOVALS = ("shutil.rmtree", "os.remove", "os.unlink", "os.rmdir", "torch.save")
 
 
 def joining(survey: Survey) -> Iterator[Finding]:
-    """`keepstep.init()`, its import, and processes that the script starts by itself."""
+    """Suggests `keepstep.init()` and its import, and finds processes that the script starts by itself."""
     script = survey.script
     calls = [node for node in ast.walk(script.tree) if script.calls(node, "init_process_group")]
     if not survey.has_session and (calls or survey.loops):
@@ -51,7 +51,7 @@ def _import(survey: Survey) -> Iterator[Finding]:
 
 
 def _seed(survey: Survey) -> str:
-    """The seed that the script gives to torch, if it is a number."""
+    """Returns the seed that the script gives to torch, if it is a number; else "0"."""
     for node in ast.walk(survey.script.tree):
         if isinstance(node, ast.Call) and survey.script.calls(node, "manual_seed") and len(node.args) == 1:
             given = node.args[0]
@@ -61,7 +61,7 @@ def _seed(survey: Survey) -> str:
 
 
 def _without_group(survey: Survey) -> Iterator[Finding]:
-    """In a script for one process."""
+    """Suggests `keepstep.init()` in a script that joins no process group."""
     sorts = (Sort.MODEL, Sort.OPTIMIZER, Sort.LOADER, Sort.SCALER)
     nodes = {made.node for made in survey.objects.made if made.sort in sorts}
     first = next((visit.node for visit in survey.at_start() if visit.node in nodes), None)
@@ -96,7 +96,7 @@ def _own_processes(survey: Survey) -> Iterator[Finding]:
 
 
 def ranks(survey: Survey) -> Iterator[Finding]:
-    """A rank that is asked for before the loop, and devices that are chosen by it."""
+    """Finds code that reads the rank before the loop, and devices that are selected by the local rank."""
     local: set[str] = set()
     for visit in survey.at_start():
         for asked, name in _ranks_in(survey, visit.node):
@@ -113,7 +113,10 @@ def ranks(survey: Survey) -> Iterator[Finding]:
 
 
 def _ranks_in(survey: Survey, node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Where a rank is asked for: in a call, or in a statement outside of its calls."""
+    """Yields the expressions that read a rank, each with "RANK" or "LOCAL_RANK".
+
+    It searches a call, or the parts of a statement outside of its calls.
+    """
     script = survey.script
     if isinstance(node, ast.Call):
         name = script.dotted(node.func)
@@ -135,7 +138,7 @@ def _ranks_in(survey: Survey, node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 
 def _own_expressions(node: ast.stmt) -> Iterator[ast.AST]:
-    """What a statement computes itself, without the statements of its block."""
+    """Yields the nodes of a statement itself, without the statements of its block."""
     waiting: list[ast.AST] = [node]
     while waiting:
         each = waiting.pop()
@@ -148,7 +151,7 @@ def _own_expressions(node: ast.stmt) -> Iterator[ast.AST]:
 
 
 def _variable(node: ast.AST) -> str:
-    """The name of a variable that a spare has not, or ""."""
+    """Returns "RANK" or "LOCAL_RANK", which a spare does not have, if the node is this string; else ""."""
     names = ("RANK", "LOCAL_RANK")
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names else ""
 
@@ -159,7 +162,7 @@ def _asks_environment(survey: Survey, node: ast.Compare) -> bool:
 
 
 def _assigned(survey: Survey, node: ast.AST) -> str:
-    """The name that a rank is assigned to, as it is or made a number."""
+    """Returns the name to which a rank is assigned, directly or through `int()`; else ""."""
     statement = survey.script.statement(node)
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return ""
@@ -208,7 +211,7 @@ def _rank(survey: Survey, node: ast.expr, name: str, assigned: str) -> Finding:
 
 
 def _is_about_joining(survey: Survey, compared: ast.Compare) -> bool:
-    """Whether a process group is all that a condition is for."""
+    """Whether a condition only guards `init_process_group()`."""
     around = survey.script.statement(compared)
     if not isinstance(around, ast.If) or around.test is not compared or len(around.body) != 1:
         return False
@@ -216,19 +219,19 @@ def _is_about_joining(survey: Survey, compared: ast.Compare) -> bool:
 
 
 def _as_number(survey: Survey, node: ast.expr) -> ast.expr:
-    """`int(...)` around a variable of the environment."""
+    """Returns the `int(...)` around an environment variable, if there is one; else the node itself."""
     around = next(survey.script.ancestors(node))
     return around if isinstance(around, ast.Call) and survey.script.text(around.func) == "int" else node
 
 
 def _comparison(survey: Survey, node: ast.expr) -> ast.Compare | None:
-    """The comparison that a rank is one side of."""
+    """Returns the comparison with the rank as one side; None if there is none."""
     around = next(survey.script.ancestors(_as_number(survey, node)))
     return around if isinstance(around, ast.Compare) else None
 
 
 def _is_sentinel(compared: ast.Compare) -> bool:
-    """Compared with -1 or None, as scripts do to see whether torchrun has started them."""
+    """Whether it compares with -1 or None, as scripts do to check whether torchrun has started them."""
     return any(ast.unparse(end) in ("-1", "None", "'-1'") for end in compared.comparators)
 
 
@@ -245,7 +248,7 @@ def _lines_with(survey: Survey, name: str) -> Iterator[int]:
 
 
 def _lines_as_number(survey: Survey, name: str) -> Iterator[int]:
-    """Where a name is compared or counted with, which a device cannot be."""
+    """Yields the lines that use a name as a number, in comparisons or arithmetic. A device cannot be used so."""
     for node in ast.walk(survey.script.tree):
         counts = isinstance(node, ast.Compare | ast.BinOp | ast.AugAssign)
         if counts and any(survey.script.text(child) == name for child in ast.iter_child_nodes(node)):
@@ -257,7 +260,7 @@ def _in_lines(lines: list[int]) -> str:
 
 
 def _device(survey: Survey, call: ast.Call, local: set[str]) -> Iterator[Finding]:
-    """`set_device(local_rank)`, `device("cuda", local_rank)`, `device_ids=[local_rank]`."""
+    """Finds `set_device(local_rank)`, `device("cuda", local_rank)` and `device_ids=[local_rank]`."""
     script = survey.script
     why = "LOCAL_RANK does not name the device under keepstep: session.device does."
     if script.calls(call, "set_device") and call.args and _is_local(survey, call.args[0], local):
@@ -271,7 +274,7 @@ def _device(survey: Survey, call: ast.Call, local: set[str]) -> Iterator[Finding
 
 
 def _device_name(survey: Survey, node: ast.JoinedStr, local: set[str]) -> Iterator[Finding]:
-    """`f"cuda:{local_rank}"`."""
+    """Finds `f"cuda:{local_rank}"`."""
     parts = [each.value for each in node.values if isinstance(each, ast.FormattedValue)]
     begins = node.values[0] if node.values else None
     if not isinstance(begins, ast.Constant) or begins.value != "cuda:" or len(parts) != 1:
@@ -317,7 +320,7 @@ def _samplers(survey: Survey) -> Iterator[Finding]:
 
 
 def once(survey: Survey) -> Iterator[Finding]:
-    """Files that are written or removed before the loop, and logs that are opened there."""
+    """Finds files that the script writes or removes before the loop, and logs that it opens there."""
     for visit in survey.at_start():
         if isinstance(visit.node, ast.Call) and not _is_under_once(survey, visit):
             yield from _once(survey, visit.node)
@@ -348,7 +351,7 @@ def _once(survey: Survey, call: ast.Call) -> Iterator[Finding]:
 
 
 def _truncates(name: str, last: str, call: ast.Call) -> bool:
-    """`open(..., "w")` or `path.open("w")`."""
+    """Whether a call is `open(..., "w")` or `path.open("w")`, or the same with "x"."""
     if name != "open" and last != "open":
         return False
     position = 1 if name in ("open", "io.open") else 0
@@ -364,7 +367,7 @@ def _label(last: str) -> str:
 
 
 def _is_under_once(survey: Survey, visit: Visit) -> bool:
-    """Whether a condition on the way there asks `session.once()`, or a `with` around it does."""
+    """Whether an `if` or `with` around the visit, or around a call that led to it, uses `session.once()`."""
     script = survey.script
     for node in (visit.node, *visit.stack):
         for around in script.ancestors(node):

@@ -1,4 +1,4 @@
-"""The training loop: the call that yields its steps, and the body of one step."""
+"""Findings about the training loop: the call that yields its steps, and the body of one step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESUMED = "keepstep undoes an interrupted step and repeats it."
 
 
 def loops(survey: Survey) -> Iterator[Finding]:
-    """The loops that train, and those around them."""
+    """Finds the training loops and the loops around them."""
     for loop in survey.loops:
         if loop.is_adopted:
             yield from _without_with(survey, loop)
@@ -25,7 +25,7 @@ def loops(survey: Survey) -> Iterator[Finding]:
 
 
 def carried(survey: Survey) -> Iterator[Finding]:
-    """A batch that a pass reads for the next one: the same assignment before the loop and at a pass's end."""
+    """Finds a batch that an iteration reads for the next one: the same assignment before the loop and inside of it."""
     script = survey.script
     for loop in survey.loops:
         if loop.is_adopted:
@@ -52,7 +52,7 @@ def carried(survey: Survey) -> Iterator[Finding]:
 
 
 def _reads_batch(survey: Survey, node: ast.Assign) -> bool:
-    """A call that gives several values, or what is called a batch."""
+    """Whether an assignment calls `next()`, or a function with "batch" in its name."""
     call = node.value
     if not isinstance(call, ast.Call) or survey.script.text(call.func) == "iter":
         return False
@@ -60,7 +60,7 @@ def _reads_batch(survey: Survey, node: ast.Assign) -> bool:
 
 
 def updates(survey: Survey) -> Iterator[Finding]:
-    """Updates that are no step of a loop, take a closure, or come more than once."""
+    """Finds updates outside of a training loop, with a closure, or more than once per iteration."""
     yield from _outside(survey)
     script = survey.script
     seen: set[ast.AST] = set()
@@ -90,7 +90,7 @@ def _goes_over_loader(survey: Survey, loop: TrainingLoop) -> bool:
 
 
 def loader_of_epochs(survey: Survey, loop: TrainingLoop) -> str:
-    """The loader of a loop that is, or ought to be, within `session.epochs()`; "" of another."""
+    """Returns the loader of a loop that is, or should be, inside of `session.epochs()`; else ""."""
     node = loop.run.node
     if isinstance(node, ast.While):
         return ""
@@ -102,7 +102,7 @@ def loader_of_epochs(survey: Survey, loop: TrainingLoop) -> str:
 
 
 def _loader_loop(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
-    """`for batch in loader`, with a loop over epochs around it or without."""
+    """Suggests the change of `for batch in loader`, with or without a loop over epochs around it."""
     script, node = survey.script, loop.run.node
     assert not isinstance(node, ast.While)
     loader = script.one_line(survey.iterated(node.iter))
@@ -138,7 +138,7 @@ def _loader_loop(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
 
 
 def _loader_outside(survey: Survey, loop: TrainingLoop, loader: str) -> str:
-    """The loader's name where the loop over epochs stands."""
+    """Returns the loader's name in the function of the loop over epochs."""
     added = [call for call in loop.run.stack if loop.epochs is not None and call not in loop.epochs.stack]
     function = survey.script.function(loop.run.node)
     if not added or function is None or loader.startswith("self."):
@@ -155,7 +155,7 @@ def _loader_outside(survey: Survey, loop: TrainingLoop, loader: str) -> str:
 
 
 def _number_and_batch(survey: Survey, node: ast.For | ast.AsyncFor) -> tuple[str, str]:
-    """The loop's counter, or "", and the name of its batch."""
+    """Returns the loop's counter, or "", and the name of its batch."""
     script = survey.script
     target = node.target
     each: ast.expr = node.iter
@@ -174,7 +174,7 @@ def _tuple(survey: Survey, target: ast.expr) -> str:
 
 
 def _epochs_of(survey: Survey, outer: LoopRun) -> str | None:
-    """How many epochs a loop goes over, if its text says so."""
+    """Returns the number of epochs of a loop as source text; None if the loop does not show it."""
     node = outer.node
     if isinstance(node, ast.While):
         return None
@@ -194,7 +194,7 @@ def _epochs_of(survey: Survey, outer: LoopRun) -> str | None:
 
 
 def _less_one(survey: Survey, node: ast.expr) -> str:
-    """Of `range(1, n + 1)` the n."""
+    """Returns `n` for the limit `n + 1` of `range(1, n + 1)`, else the limit minus 1."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and ast.unparse(node.right) == "1":
         return survey.script.one_line(node.left)
     return f"{survey.script.one_line(node)} - 1"
@@ -233,7 +233,7 @@ def _set_epoch(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
 
 
 def _counted_loop(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
-    """`for step in range(n)`, `while True`, or a loop over anything else."""
+    """Suggests the change of `for step in range(n)`, `while True`, or a loop over anything else."""
     script, node, session = survey.script, loop.run.node, survey.session
     number, start, stop = "", "", ""
     if isinstance(node, ast.While):
@@ -281,7 +281,7 @@ def _factor(text: str) -> str:
 
 
 def _while_limit(survey: Survey, node: ast.While) -> tuple[str, str]:
-    """What a `while` counts, and up to where; "" where its text does not say."""
+    """Returns the counter and the limit of a `while`; "" if its conditions do not show them."""
     tests = [(node.test, False)]
     tests += [
         (each.test, True)
@@ -300,7 +300,7 @@ def _while_limit(survey: Survey, node: ast.While) -> tuple[str, str]:
 
 
 def _made_iterator(survey: Survey, loop: TrainingLoop) -> ast.Call | None:
-    """`iter(loader)` before the loop, whose batches the loop takes by `next()`."""
+    """Returns the `iter(loader)` from which the loop takes batches by `next()`; None if there is none."""
     script = survey.script
     iterators = {
         script.text(target): node.value
@@ -339,7 +339,7 @@ def _batches_of_iterator(survey: Survey, loop: TrainingLoop, made: ast.Call) -> 
 
 
 def _without_with(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
-    """A loop over steps that enters none. Where the step is handed to a function, that may."""
+    """Finds a loop over steps that does not enter its steps, unless a function might do that."""
     node = loop.run.node
     if not isinstance(node, ast.For) or not loop.updates:
         return
@@ -390,7 +390,7 @@ def _outside(survey: Survey) -> Iterator[Finding]:
 
 
 def _several(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
-    """A backward between two updates of one pass."""
+    """Finds a backward between two updates of one iteration."""
     found = _pair(loop)
     if found is not None:
         backward, one, two = (survey.script.line(each.node) for each in found)
@@ -404,7 +404,7 @@ def _several(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
 
 
 def _pair(loop: TrainingLoop) -> tuple[Visit, Visit, Visit] | None:
-    """A backward, with an update before it and one after it in the same pass."""
+    """Returns a backward, an update before it and an update after it in the same iteration; None if there is none."""
     for backward in loop.backwards:
         before = [each for each in loop.updates if each.at < backward.at and not each.excludes(backward)]
         behind = [each for each in loop.updates if each.at > backward.at and not each.excludes(backward)]
@@ -416,7 +416,7 @@ def _pair(loop: TrainingLoop) -> tuple[Visit, Visit, Visit] | None:
 
 
 def _accumulation(survey: Survey, loop: TrainingLoop) -> tuple[ast.If, str] | None:
-    """The condition `i % k` on which all updates depend and no backward does, and its k."""
+    """Returns the condition `i % k` on which all updates and no backward depend, and its k; None if there is none."""
     conditions = [_conditions(loop, update) for update in loop.updates]
     if not conditions or any(not each for each in conditions):
         return None
@@ -431,7 +431,7 @@ def _accumulation(survey: Survey, loop: TrainingLoop) -> tuple[ast.If, str] | No
 
 
 def _conditions(loop: TrainingLoop, visit: Visit) -> list[ast.If]:
-    """The conditions inside of the loop that hold where something runs."""
+    """Returns the `if` statements in the loop whose condition must be true to reach a visit."""
     first = loop.run.node.lineno
     return [
         node

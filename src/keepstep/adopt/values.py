@@ -1,4 +1,4 @@
-"""The script's own values that a replacement must know: best values, counters, a checkpoint's position."""
+"""Findings about the script's own values that a replacement needs: best values, counters, a checkpoint's position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepstep.adopt.steps import loader_of_epochs
 
 @dataclass(frozen=True)
 class _Change:
-    """A name that begins with a constant, and the first statement that changes it in the loop."""
+    """A name with a constant first value, and the first statement in the loop that changes it."""
 
     name: str
     start: ast.stmt
@@ -25,7 +25,7 @@ class _Change:
 
 
 def values(survey: Survey) -> Iterator[Finding]:
-    """Variables with a first value before the loop that the loop changes."""
+    """Finds variables with a constant first value before the loop that the loop changes."""
     if not survey.loops:
         return
     changes = list(_changes(survey, survey.loops[0]))
@@ -48,7 +48,7 @@ def values(survey: Survey) -> Iterator[Finding]:
 
 
 def checkpoints(survey: Survey) -> Iterator[Finding]:
-    """A checkpoint that is loaded at the start, with the step at which the loop goes on."""
+    """Finds a checkpoint that the script loads at the start, with the step or epoch at which the loop continues."""
     script = survey.script
     loaded = {
         script.text(target)
@@ -125,7 +125,7 @@ def _first_values(survey: Survey, loop: TrainingLoop) -> dict[str, tuple[ast.stm
 
 
 def _is_constant(survey: Survey, node: ast.expr) -> bool:
-    """A number, or an infinite one."""
+    """Whether an expression is a constant number, including infinity."""
     if isinstance(node, ast.UnaryOp):
         return _is_constant(survey, node.operand)
     if isinstance(node, ast.Constant):
@@ -136,7 +136,7 @@ def _is_constant(survey: Survey, node: ast.expr) -> bool:
 
 
 def _changed(survey: Survey, node: ast.AST) -> tuple[str, bool] | None:
-    """The name that a statement changes by what it was, and whether each rank has a value of its own."""
+    """Returns the name whose value a statement updates, and whether each rank has its own; None if there is none."""
     script = survey.script
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name | ast.Attribute):
         is_number = isinstance(node.value, ast.Constant) and isinstance(node.value.value, int)
@@ -157,7 +157,7 @@ def _changed(survey: Survey, node: ast.AST) -> tuple[str, bool] | None:
 
 
 def _compares(survey: Survey, test: ast.expr, name: str) -> bool:
-    """`if loss < best`."""
+    """Whether a condition compares the name with another value, as in `if loss < best`."""
     return any(
         isinstance(each, ast.Compare)
         and isinstance(each.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)
@@ -167,7 +167,7 @@ def _compares(survey: Survey, test: ast.expr, name: str) -> bool:
 
 
 def _is_same(survey: Survey, name: str, start: ast.stmt, change: ast.AST) -> bool:
-    """Whether a name means one variable in both places."""
+    """Whether a name is the same variable in both places."""
     script = survey.script
     if name.startswith("self."):
         trainers = {script.class_of(loop.run.node) for loop in survey.loops}
@@ -184,7 +184,7 @@ def _is_same(survey: Survey, name: str, start: ast.stmt, change: ast.AST) -> boo
 
 
 def _counts_steps(loop: TrainingLoop, visit: Visit) -> bool:
-    """`n += 1` in each pass of the training loop, whatever happens."""
+    """Whether a statement is an unconditional `n += 1` in the body of the training loop."""
     node = visit.node
     if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Add) or ast.unparse(node.value) != "1":
         return False
@@ -201,7 +201,7 @@ def _has_start(survey: Survey, loop: TrainingLoop) -> bool:
 
 
 def _is_from(survey: Survey, value: ast.expr, loaded: set[str]) -> bool:
-    """`checkpoint["epoch"]`, `checkpoint["step"] + 1`, `checkpoint.get("step", 0)`."""
+    """Whether a value is from a checkpoint, as `checkpoint["step"] + 1` or `checkpoint.get("step", 0)`."""
     return any(
         (isinstance(each, ast.Subscript) and survey.script.text(each.value) in loaded)
         or (
@@ -215,7 +215,7 @@ def _is_from(survey: Survey, value: ast.expr, loaded: set[str]) -> bool:
 
 
 def _begins_with(survey: Survey, name: str) -> bool:
-    """Whether a training loop, or one around it, begins with the value of a name, or counts it on."""
+    """Whether a training loop, or a loop around it, starts at the value of a name or increments it."""
     for loop in survey.loops:
         for run in (loop.run, *loop.run.outer):
             given = run.node.test if isinstance(run.node, ast.While) else run.node.iter

@@ -1,1 +1,1 @@
-"""One per node: starts workers, detects that they died or hang, and performs the controller's orders."""
+"""The agent of a node: starts workers, detects when they die or hang, and performs the controller's orders."""

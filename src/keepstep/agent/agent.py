@@ -1,4 +1,4 @@
-"""The loop around the agent's machine: packets in, processes started and killed, tag pages watched, packets out."""
+"""The event loop around the agent's machine: it receives packets, starts and kills workers, and reads tag pages."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ from keepstep.transports.spawning import (
 )
 
 TICK_S = 0.02
-"""How often the tag pages are looked at while a rank stands, or a recovery is watched."""
+"""How often the agent reads the tag pages while a rank makes no progress, or during a recovery."""
 CALM_TICK_S = 0.05
-"""How often while all ranks train. A look takes 0.3 ms of a core: every 20 ms they took 1.5 % of one, measured on two
-cores with two ranks. A hang is found as much later as the two differ."""
+"""How often it reads them while all ranks train. One read takes 0.3 ms of a core: every 20 ms, that is 1.5 % of a core
+(measured on two cores with two ranks). It finds a hang later by the difference of the two intervals."""
 STAND_S = 0.2
-"""A worker that has not moved for so long is looked up in /proc, and again as often: is its process stopped?"""
+"""If a worker makes no progress for this long, the agent reads its process state in /proc, and repeats this."""
 DRAIN_DEADLINE_S = 0.5
-"""How long a dead worker's last words may take to be read; they are in the socket already."""
+"""How long the agent reads the last messages of a dead worker; they are in the socket already."""
 
 
 class Agent:
@@ -82,19 +82,19 @@ class Agent:
         self.workers: dict[int, AgentWorker] = {}
         self.worker_bytes = 0
         self.step_durations_s: list[float] = []
-        """Of every step that a worker which has ended still had in its page."""
+        """Durations of the steps in the tag pages of workers that have ended."""
         self.closed: dict[int, str] = {}
-        """The devices on which nothing is started any more, with the reason."""
+        """Unhealthy device -> the reason why the agent starts no worker on it any more."""
         self._guard = DeviceGuard(settings, self._close)
         self._connection = connection
         self._machine = self._new_machine()
         self._phases = PhaseReporter(settings.place.node, connection)
         self._snapshots = SnapshotMemory()
         self._asked: dict[tuple[int, int], StoreRequested] = {}
-        """What workers have asked of the store, and were not answered yet, by worker and number."""
+        """(worker, request number) -> store request without an answer yet."""
         self._ending = asyncio.Event()
         self.left: Leave | None = None
-        """How the controller has ended this node's part, and why."""
+        """How and why the controller has ended this node's part of the job; None if it has not."""
         self._lost_spawner = False
         self._spawner = SpawnerClient(self._spawner_reported, self._spawner_lost)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,20 +105,20 @@ class Agent:
         joined = NodeJoined(
             place.node, place.slots, place.domain or place.node, place.position, place.world_size, closed
         )
-        # The time of day: it goes on when the machine is started again, so a later incarnation has a greater number.
+        # The incarnation is the time of day: unlike the monotonic clock, it also increases over a reboot.
         of_parked = len(self.settings.devices) if self.settings.parks_spares else 0
         return AgentMachine(joined, time.time_ns(), self.settings.liveness, of_parked)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
     async def start(self, begun: SpawnerProcess | None = None) -> SpawnerReady:
-        """Starts the spawner, and looks at the node's devices.
+        """Starts the spawner and checks the health of the node's devices.
 
         Args:
             begun: see `SpawnerClient.start`.
 
         Raises:
-            PeerLost: the spawner did not come up.
+            PeerLost: the spawner did not start.
             ConfigurationError: see `DeviceGuard.start`.
         """
         settings = self.settings
@@ -134,7 +134,7 @@ class Agent:
         return ready
 
     async def run(self) -> None:
-        """Serves until the job has ended and no process of it is left."""
+        """Serves the job until it has ended and no process of it is left on this node."""
         self._act()
         orders = asyncio.create_task(self._hear())
         ticks = asyncio.create_task(self._tick())
@@ -149,12 +149,12 @@ class Agent:
             await self.stop()
 
     def drain(self, reason: str) -> None:
-        """Has this node leave when its ranks have moved to other ones; `run` returns when the controller has heard."""
+        """Makes this node leave once its ranks have moved. `run` returns when the controller has acknowledged it."""
         self._machine.drain(reason)
         self._act()
 
     def depart(self, reason: str) -> None:
-        """Ends this node's workers and tells the controller that it leaves; `run` returns when that was heard."""
+        """Ends this node's workers and leaves the job. `run` returns when the controller has acknowledged it."""
         self._machine.depart(reason)
         self._act()
 
@@ -192,7 +192,7 @@ class Agent:
                     raise RemoteProtocolError(f"a controller sent {type(message).__name__} outside of any packet")
 
     def _act(self) -> bool:
-        """After every event: does what the machine wants done, and transmits what it has to say, if anything."""
+        """Performs the machine's effects and sends its packets, after every event. Returns whether it sent any."""
         for effect in self._machine.take():
             match effect:
                 case Spawn():
@@ -222,7 +222,7 @@ class Agent:
         return bool(packets)
 
     def _note(self, effect: HandOver) -> None:
-        """What the order changes in how the agent itself sees the workers."""
+        """Updates the agent's own records of the workers from an order to them."""
         order = effect.order
         for worker in (self.workers[number] for number in effect.workers if number in self.workers):
             match order:
@@ -306,12 +306,12 @@ class Agent:
                 self._run_later(self._exited(report))
 
     def _spawner_lost(self) -> None:
-        """Its workers die with it; each is reported as lost, and new ones cannot be made."""
+        """Ends this node's part of the job: its workers die with the spawner, and it cannot start new ones."""
         self._lost_spawner = True
         self._ending.set()
 
     def deserted(self) -> EndJob | None:
-        """How this node's part of the job has ended where the process that starts workers has died."""
+        """Returns how this node's part of the job has ended if the spawner has died; else None."""
         if not self._lost_spawner:
             return None
         return EndJob(EXIT_FAILED, "the process that starts workers died, and its workers with it")
@@ -324,7 +324,7 @@ class Agent:
         view = worker.page.read()
         self.step_durations_s += tagpage.step_durations(worker.page.events_since(0))
         self._watch_first_step(worker)
-        self._phases.gather(self.workers.values())  # of all: it may be the end of the job
+        self._phases.gather(self.workers.values())  # of all workers: the job may end now
         self._drop(worker)
         cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
         snapshots = self._snapshots.of(report.worker)
@@ -332,7 +332,7 @@ class Agent:
         self._act()
 
     def _watch_lifeline(self, number: int) -> None:
-        """From now on the death of the worker's training thread is told at once."""
+        """Watches the worker's lifeline, so that the agent notices the death of its training thread at once."""
         loop = asyncio.get_running_loop()
 
         def died() -> None:
@@ -344,7 +344,7 @@ class Agent:
     def _training_thread_died(self, number: int) -> None:
         worker = self.workers.get(number)
         if worker is None or self._spawner.has_ended:
-            return  # without its spawner no worker lives, and none is the cause of anything
+            return  # the spawner has died, and all workers with it: none of them is the cause
         self._watch_first_step(worker)
         self._phases.gather(self.workers.values())
         snapshots = self._snapshots.of(number)
@@ -353,7 +353,7 @@ class Agent:
 
     def _drop(self, worker: AgentWorker) -> None:
         self._asked = {key: request for key, request in self._asked.items() if request.worker != worker.worker}
-        worker.output.close()  # while its lines still get its label
+        worker.output.close()  # while `_label` still knows the worker
         self.workers.pop(worker.worker, None)
         self._snapshots.ended(worker.worker)
         worker.listener.cancel()
@@ -368,7 +368,7 @@ class Agent:
                 os.killpg(worker.pid, signal.SIGKILL)
 
     def _terminate(self, number: int) -> None:
-        """SIGTERM, as torchrun sends it: to the process alone."""
+        """Sends SIGTERM to the process only and not to its group, as torchrun does."""
         worker = self.workers.get(number)
         if worker is not None and worker.pid is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -387,9 +387,9 @@ class Agent:
                 for message in decoder.feed(data):
                     self._worker_said(number, message)
                 self._act()
-        except ConnectionError:  # the spawner tells how the worker ended
+        except ConnectionError:  # the spawner reports how the worker ended
             with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()  # asyncio keeps the error for this call, and may print one never asked for
+                await writer.wait_closed()  # retrieves the error, which asyncio may print otherwise
         except ProtocolError as error:
             tag = worker.page.read().tag
             self._machine.broke_protocol(number, str(error), tag, time.monotonic())
@@ -397,7 +397,7 @@ class Agent:
 
     def _worker_said(self, number: int, message: AnyMessage) -> None:
         if isinstance(message, StoreRequested) and message.worker == number:
-            # By no packet, for it is of no use once its generation is over. It is asked again on a new connection.
+            # Not in a packet, because it is void after its generation. It is sent again on a new connection.
             self._asked[number, message.request] = message
             self._connection.send(message)
             return
@@ -411,7 +411,7 @@ class Agent:
     # ---- devices ----------------------------------------------------------------------------------------------------
 
     def _close(self, devices: tuple[int, ...], reason: str, at_once: bool) -> None:
-        """Devices are sick: their ranks are lost at once, or move when spares are warm."""
+        """Closes unhealthy devices. Their ranks are lost ``at_once``, or move as soon as spares are warm."""
         self.closed |= dict.fromkeys(devices, reason)
         if at_once:
             tags = {number: worker.page.read().tag for number, worker in self.workers.items()}
@@ -437,7 +437,7 @@ class Agent:
             await asyncio.sleep(max(due_s, now_s + TICK_S) - time.monotonic())
 
     def _look(self, worker: AgentWorker, now_s: float) -> bool:
-        """Tells the machine what can be seen of a worker; returns whether it has moved since the last look."""
+        """Passes an observation of a worker to the machine. Returns whether the worker has made progress since."""
         view = worker.page.read()
         has_moved = view.progress != worker.progress
         if has_moved:
@@ -461,7 +461,7 @@ class Agent:
         self._machine.looked_closer(counts, time.monotonic())
 
     def _watch_first_step(self, worker: AgentWorker) -> None:
-        """Tells of the first step that the worker completes after a recovery, with its times from the ring."""
+        """Reports the first step that the worker completes after a recovery, with its times from the ring buffer."""
         if worker.watched_generation is None:
             return
         num_events = worker.page.read().events_written
@@ -478,7 +478,7 @@ class Agent:
         worker.events_read = num_events
 
     def status(self) -> list[dict[str, object]]:
-        """One entry a worker: where it is, as its tag page shows it."""
+        """Returns an entry for each worker with its current tag."""
         entries: list[dict[str, object]] = []
         for worker in sorted(self.workers.values(), key=lambda entry: entry.worker):
             tag = worker.page.read().tag

@@ -1,5 +1,4 @@
-"""Durations of the phases of a step, from a worker's ring buffer, so that no short phase is missed between two
-polls."""
+"""Durations of the phases of a step, from a worker's ring buffer. Unlike polling, it misses no short phase."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from keepstep.shared.tagpage import PhaseEvent
 
 
 def longest_phases(events: Iterable[PhaseEvent], since_ns: int = 0) -> list[tuple[Phase, float, float]]:
-    """Of each phase that came to its end the longest.
+    """Returns the longest completed instance of each phase.
 
     Args:
-        events: phase changes, oldest first; the last one that was seen before is among them.
-        since_ns: when that one was; phases that had ended by then do not count again.
+        events: phase changes, oldest first, including the last one of the previous call.
+        since_ns: time of that last one. Phases that had ended by then do not count again.
 
     Returns:
-        the phase, and when it began and ended, in seconds of the node's monotonic clock.
+        (phase, begin, end), in seconds of the node's monotonic clock.
     """
     found: dict[Phase, tuple[int, int]] = {}
     for before, after in pairwise(events):

@@ -10,7 +10,10 @@ from keepstep.transports.spawning import LIFELINE_FD, LINK_FD, PAGE_FD, SNAPSHOT
 
 
 def environment_of(worker: Spawn, settings: AgentSettings) -> dict[str, str]:
-    """What the worker's environment holds beside that of its node: its own settings, torchrun's names, its devices."""
+    """Returns the variables of one worker: its own settings, torchrun's variables, and its devices.
+
+    The worker inherits all other variables of its node from the spawner.
+    """
     num = len(settings.devices)
     seen_at = worker.device if worker.local_rank is None else worker.local_rank
     config = WorkerConfig(

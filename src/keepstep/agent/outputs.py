@@ -1,4 +1,4 @@
-"""Workers' stdout and stderr: inherited, redirected to files, or both with a prefix, as torchrun does."""
+"""Workers' stdout and stderr: inherited, redirected to files, or both with a prefix, as in torchrun."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from typing import IO
 from keepstep.agent.settings import OutputSettings
 
 PIPE_BYTES = 16 * mmap.PAGESIZE
-"""What a pipe holds (`man 7 pipe`): one read of a dead worker's pipe takes all that is left."""
+"""Capacity of a pipe (`man 7 pipe`). So one read gets everything that is left in a dead worker's pipe."""
 
 
 class WorkerOutput:
-    """The streams of one worker. Pass ``descriptors`` to it, then close them with `handed_over`."""
+    """The output streams of one worker. Pass ``descriptors`` to the worker, then call `handed_over`."""
 
     def __init__(self, settings: OutputSettings, worker: int, local_rank: int, label: Callable[[], str]) -> None:
         """Args:
-        settings: what goes where.
-        worker: number of the worker; it names the folder, so no attempt overwrites another's logs.
-        local_rank: selects the settings.
-        label: the prefix of each line shown, asked for each line, because a spare gets its rank later.
+        settings: the destinations by local rank.
+        worker: number of the worker. It names the log folder, so no worker overwrites another one's logs.
+        local_rank: selects the destinations.
+        label: returns the prefix of a line on the console. It is called for each line, because a spare gets its rank
+            later.
         """
         self._settings = settings
         self._label = label
@@ -39,7 +40,7 @@ class WorkerOutput:
                 self._open(name, mode, console, worker)
 
     def _mode(self, local_rank: int, tees: frozenset[int], redirects: frozenset[int]) -> str:
-        """As torchrun has it: who is not to be shown writes into its file, if it has one, and else nowhere."""
+        """Returns where a stream goes, as in torchrun: a hidden worker writes to its file, or nowhere without one."""
         hidden = self._settings.shown is not None and local_rank not in self._settings.shown
         if local_rank in tees and not hidden:
             return "tee"
@@ -63,25 +64,25 @@ class WorkerOutput:
             file.close()
 
     def handed_over(self) -> None:
-        """The worker has its own copies of the descriptors."""
+        """Closes the descriptors. Call it when the worker has its own copies."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
 
     def close(self) -> None:
-        """The worker is gone: copies what is left and closes everything."""
+        """Copies the rest of the output and closes everything. Call it when the worker is gone."""
         for tee in self._tees:
             tee.close()
         self._tees.clear()
 
 
 class _Tee:
-    """Copies one stream from its pipe into its file, and line by line to the console."""
+    """Copies a stream from its pipe to its file, and line by line to the console. Runs on the event loop."""
 
     def __init__(self, read: int, file: IO[bytes], console: IO[str], label: Callable[[], str]) -> None:
         self._read, self._file, self._console, self._label = read, file, console, label
         self._rest = b""
-        """The line that has no end yet."""
+        """The last line, which is not complete yet."""
         os.set_blocking(read, False)
         asyncio.get_running_loop().add_reader(read, self._copy)
 
@@ -94,7 +95,7 @@ class _Tee:
             asyncio.get_running_loop().remove_reader(self._read)
         self._file.write(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) >= PIPE_BYTES:  # a progress bar may go on for days without the end of a line
+        if len(self._rest) >= PIPE_BYTES:  # a progress bar may never end its line
             lines, self._rest = [*lines, self._rest], b""
         for line in lines:
             self._show(line)

@@ -1,4 +1,4 @@
-"""An agent's reports on its workers' phases: collected from their tag pages, converted to the controller's clock."""
+"""The agent's reports on its workers' phases, read from tag pages and converted to the controller's clock."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from keepstep.trace.record.phaselog import from_ring
 from keepstep.transports.interface import ControllerConnection
 
 NEARLY = 0.9
-"""Heartbeats come in their own time: one that comes a tenth too early is taken."""
+"""A report that goes with a heartbeat may be up to a tenth of its interval early."""
 FIRST_ASKS_S = 0.2
-"""The controller's clock is asked for so often until it has answered."""
+"""Interval at which the agent asks for the controller's time until it gets the first answer."""
 
 
 class Watched(Protocol):
-    """A worker whose page is read."""
+    """A worker whose tag page is read."""
 
     worker: int
     rank: int | None
@@ -32,7 +32,7 @@ class Watched(Protocol):
 
 
 class PhaseReporter:
-    """Reads what is new in the rings, and sends it."""
+    """Sends new entries of the workers' ring buffers to the controller, and estimates the controller's clock."""
 
     def __init__(self, node: str, connection: ControllerConnection) -> None:
         self._node = node
@@ -44,11 +44,11 @@ class PhaseReporter:
         self._every_s = 0.0
 
     def reconnected(self) -> None:
-        """A new connection, perhaps to another controller: what was known of the former one's clock is void."""
+        """Discards the clock estimate. Call it on a new connection, which may lead to another controller."""
         self._clock, self._has_answer, self._ask_s = ClockEstimate(), False, 0.0
 
     def told(self, answer: ClockTold) -> float:
-        """The controller has said what time it is; returns how many seconds it is ahead."""
+        """Processes the controller's time. Returns how many seconds its clock is ahead of this node's."""
         now_ns = time.monotonic_ns()
         self._every_s = answer.gather_s
         self._clock.told(answer.asked_ns, answer.told_ns, now_ns)
@@ -57,19 +57,22 @@ class PhaseReporter:
         return alignment.offset_ns / 1e9 if alignment is not None else 0.0
 
     def on_job_clock(self, weights: WeightsObserved) -> WeightsObserved:
-        """What a worker tells of its weights, with times on the controller's clock, as well as that is known."""
+        """Returns a worker's report on published weights with its times converted to the controller's clock.
+
+        Before the first estimate the times stay as they are.
+        """
         alignment = self._clock.alignment(time.monotonic_ns())
         ahead_s = alignment.offset_ns / 1e9 if alignment is not None else 0.0
         return msgspec.structs.replace(weights, begun_s=weights.begun_s + ahead_s, at_s=weights.at_s + ahead_s)
 
     def tick(self, workers: Iterable[Watched], now_s: float, *, is_sending: bool) -> None:
-        """The regular look: asks for the time, and gathers, when either is due.
+        """Asks for the controller's time and calls `gather`, each when it is due. Call it periodically.
 
         Args:
-            workers: whose rings are read.
-            now_s: the present time in seconds.
-            is_sending: something else goes to the controller just now. What is wanted no more often than a heartbeat
-                waits for one, because two messages that go together cost the controller as much as one.
+            workers: the workers whose ring buffers are read.
+            now_s: the present time in monotonic seconds.
+            is_sending: another message goes to the controller now. Reports that are not more frequent than heartbeats
+                wait for one, because two messages together cost the controller as much as one.
         """
         if now_s >= self._ask_s and (is_sending or not self._has_answer):
             self._ask_s = now_s + (ASK_EVERY_S if self._has_answer else FIRST_ASKS_S)
@@ -80,9 +83,9 @@ class PhaseReporter:
             self.gather(workers)
 
     def gather(self, workers: Iterable[Watched]) -> None:
-        """Sends what the workers' rings have that was not sent yet; they keep it until the controller's clock is known.
+        """Sends the new entries of the workers' ring buffers. Does nothing until the controller's clock is known.
 
-        A worker that is about to be forgotten is gathered from once more, dead or alive.
+        Call it once more before a worker is dropped, dead or alive.
         """
         alignment = self._clock.alignment(time.monotonic_ns())
         if alignment is None:

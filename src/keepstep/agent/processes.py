@@ -13,7 +13,7 @@ from keepstep.shared import lifeline, tagpage
 
 @dataclasses.dataclass(slots=True)
 class AgentWorker:
-    """One worker's process as its agent's loop sees it; what follows from it is the machine's to say."""
+    """The state of one worker's process in the agent's event loop. Decisions are taken by `AgentMachine`."""
 
     worker: int
     rank: int | None
@@ -23,7 +23,7 @@ class AgentWorker:
     listener: asyncio.Task[None]
     writer: asyncio.StreamWriter | None = None
     unwritten: bytes = b""
-    """Orders that came before the connection to it was open."""
+    """Frames of orders from before the connection to the worker was open."""
     pid: int | None = None
     resume_step: int = 0
     watched_generation: int | None = None
@@ -38,14 +38,14 @@ class AgentWorker:
 
 
 def ending(status: int) -> str:
-    """How a process ended; empty where it ended with exit code 0, which may be well."""
+    """Describes how a process ended; an empty string for exit code 0, which may be a normal end."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return f"exit code {status}" if status else ""
 
 
 def is_stopped(pid: int | None) -> bool:
-    """Whether the kernel holds the process stopped (state T)."""
+    """Whether the process is stopped by a signal (state T)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:

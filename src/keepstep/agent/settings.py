@@ -12,7 +12,7 @@ from keepstep.protocol.node.liveness import LivenessSettings
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputSettings:
-    """Where workers' stdout and stderr go, per local rank, as torchrun's flags say it."""
+    """Where workers' stdout and stderr go, per local rank, as in torchrun's flags."""
 
     log_dir: Path | None = None
     redirect_stdout: frozenset[int] = frozenset()
@@ -31,31 +31,31 @@ class OutputSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodePlace:
-    """Where a node stands in its job. The same job-wide numbers are told to every node."""
+    """A node's place in its job. The job-wide numbers are the same on every node."""
 
     node: str
-    """Its name, which no other has."""
+    """Unique name of the node."""
     world_size: int
     ranks_per_node: int
     slots: int
-    """How many workers fit on this node: ranks and spares."""
+    """Number of workers that this node can hold: ranks and spares."""
     num_nodes: int = 1
-    """How many nodes the ranks are spread over."""
+    """Number of nodes with ranks."""
     position: int = 0
     """torchrun's ``--node-rank``."""
     domain: str = ""
-    """What fails together with this node; empty: nothing else."""
+    """Failure domain of this node; empty: the node alone."""
     address: str = "127.0.0.1"
-    """Where the process groups of this node's workers listen."""
+    """Address at which the process groups of this node's workers listen."""
 
     @classmethod
     def alone(cls, num_ranks: int, num_spares: int) -> NodePlace:
-        """That of a job's only node."""
+        """Returns the place of a job's only node."""
         return cls(socket.gethostname(), num_ranks, num_ranks, num_ranks + num_spares)
 
 
 class HealthMode(enum.StrEnum):
-    """What ``--health`` says."""
+    """The values of ``--health``."""
 
     OFF = "off"
     WARN = "warn"
@@ -64,16 +64,16 @@ class HealthMode(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """Whether the agent looks at its devices, and whether anything follows from it."""
+    """Whether the agent reads its devices' health, and whether it acts on it."""
 
     mode: HealthMode = HealthMode.OFF
     by_bus: bool = False
-    """CUDA numbers the devices by their place on the bus, as the driver does."""
+    """Whether CUDA numbers the devices by their PCI bus id, as the driver does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """One node's part of a job."""
+    """Settings of one node's agent for a job."""
 
     command: tuple[str, ...]
     module: bool
@@ -82,17 +82,17 @@ class AgentSettings:
     place: NodePlace
     run_dir: Path
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    """What workers inherit from the process that starts them."""
+    """Variables that workers inherit from the spawner."""
     job_environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """torchrun's variables that are the same in all workers of a job."""
     parks_spares: bool = False
-    """Spares wait before the script's first line."""
+    """Whether spares wait before the script's first line."""
     shares_gpus: bool = False
-    """Several processes may use one GPU."""
+    """Whether several processes may use one GPU."""
     preload: tuple[str, ...] = ()
-    """Modules that are imported before the script's first line."""
+    """Modules that workers import before the script's first line."""
     devices: tuple[str, ...] = ()
-    """The node's devices as CUDA_VISIBLE_DEVICES names them; empty: it has none."""
+    """The node's devices, as CUDA_VISIBLE_DEVICES names them; empty if it has none."""
     health: HealthSettings = dataclasses.field(default_factory=HealthSettings)
     liveness: LivenessSettings = dataclasses.field(default_factory=LivenessSettings)
     output: OutputSettings = dataclasses.field(default_factory=OutputSettings)
@@ -100,4 +100,4 @@ class AgentSettings:
     observer: str | None = None
     checkpoint_root: str | None = None
     working_dir: Path | None = None
-    """Of the workers; None for that of the agent."""
+    """Working directory of the workers; None: that of the agent."""

@@ -1,4 +1,4 @@
-"""The agent's end of its spawner process."""
+"""Starts the spawner process and talks to it, on the agent's side."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from keepstep.transports.spawning import (
 START_DEADLINE_S = 300.0
 """Importing torch takes seconds, on a cold network file system minutes."""
 END_DEADLINE_S = 5.0
-"""A spawner kills its workers when its socket has ended, and goes."""
+"""How long the spawner may take to kill its workers and exit after this process has closed the socket to it."""
 _MODULE = "keepstep.worker.process.spawner"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpawnerSettings:
-    """What a spawner is started with."""
+    """Settings of a spawner."""
 
     fork: bool
-    """Make workers by forking a process that has imported torch."""
+    """Whether it forks workers from a process that has imported torch."""
     environment: dict[str, str]
-    """All variables that the spawner sees; a worker sees those of its request as well."""
+    """All environment variables of the spawner. A worker also gets those of its request."""
     working_dir: Path | None = None
-    """Of the spawner and its workers, None for that of this process."""
+    """Working directory of the spawner and its workers; None: that of this process."""
     preload: tuple[str, ...] = ()
-    """Modules that it imports besides torch, where it forks."""
+    """Modules that it imports besides torch, if it forks."""
 
 
 class SpawnerProcess:
-    """A spawner that was started, with this end of the socket to it. It ends when this process does."""
+    """A running spawner process and the socket to it. It ends when this process ends."""
 
     def __init__(self, settings: SpawnerSettings) -> None:
-        """Starts the process, and does not wait for it."""
+        """Starts the process without waiting for it."""
         self.settings = settings
         self.endpoint, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.endpoint.setblocking(False)
@@ -70,7 +70,7 @@ class SpawnerProcess:
         return self._process.pid
 
     def end(self) -> None:
-        """Ends it, with every worker that is left, and waits until it is gone. Any number of times."""
+        """Ends the process and all its workers, and waits for its exit. Repeated calls do no harm."""
         self.endpoint.close()
         try:
             self._process.wait(END_DEADLINE_S)
@@ -78,7 +78,7 @@ class SpawnerProcess:
             self.kill()
 
     def kill(self) -> None:
-        """Ends it at once; for one that has no workers yet."""
+        """Kills the process at once. Only for a spawner without workers."""
         self.endpoint.close()
         self._process.kill()
         self._process.wait()
@@ -100,11 +100,11 @@ class SpawnerClient:
         """Starts the process and waits until it can make workers.
 
         Args:
-            settings: of the spawner.
-            begun: one that was started already. It is taken if its settings are these, and ended if not.
+            settings: settings of the spawner.
+            begun: a spawner that is running already. It is used if its settings equal ``settings``, else killed.
 
         Raises:
-            PeerLost: it ended, or was not ready in time.
+            PeerLost: the process ended, or was not ready in time.
         """
         loop = asyncio.get_running_loop()
         if begun is not None and begun.settings != settings:
@@ -121,22 +121,22 @@ class SpawnerClient:
             raise PeerLost(f"the process that starts workers was not ready within {START_DEADLINE_S:g} s") from None
 
     def spawn(self, request: SpawnWorker, descriptors: list[int]) -> None:
-        """Asks for a worker; the report comes later. The caller closes its descriptors."""
+        """Requests a worker. The report follows later. The caller keeps and closes its descriptors."""
         self._unsent.append((request, [os.dup(descriptor) for descriptor in descriptors]))
         self._send_next()
 
     def _send_next(self) -> None:
-        """One request at a time: the spawner takes no more, and what waits in a socket is bounded."""
+        """Sends the next request if the last one was answered: the spawner handles one request at a time."""
         if self._unsent and self._answered and self._endpoint is not None:
             request, descriptors = self._unsent.popleft()
-            with contextlib.suppress(ConnectionError):  # the spawner is dead, as the end of its reports will tell
+            with contextlib.suppress(ConnectionError):  # the spawner is dead; `_readable` reports that
                 send_request(self._endpoint, request, descriptors)
             self._answered = False
             for descriptor in descriptors:
                 os.close(descriptor)
 
     async def stop(self) -> None:
-        """Ends the spawner, which kills every worker that is left, and waits for it."""
+        """Ends the spawner, which kills all its workers, and waits for its exit."""
         if self._endpoint is not None:
             asyncio.get_running_loop().remove_reader(self._endpoint.fileno())
             self._endpoint.close()
@@ -149,7 +149,7 @@ class SpawnerClient:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone, even before its last reports have been read.
+        """Whether the process is gone. True even if its last reports have not been read yet.
 
         The kernel closes the sockets of a process before it signals its children that their parent has died.
         """

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
 
 def story(name: str, advice: Advice) -> str:
-    """What is printed of a script."""
+    """Returns the text that the command prints about a script."""
     num = len(advice.findings)
     if not num and not advice.loops:
         return f"{name}: no training loop was found, and nothing to change."

@@ -13,7 +13,7 @@ from keepstep.config import inherited_environment
 
 NUM_RANKS = ("--nproc-per-node", "--nproc_per_node")
 NEEDS_ANOTHER = ("-h", "--help", "--nnodes", "--engine", "--start-method", "--start_method", "--preload", "--no-python")
-"""Flags with which the spawner is none, is another program's, or has other settings."""
+"""Flags that need no spawner, another program's spawner, or other settings of it than the guessed ones."""
 
 
 def main(arguments: list[str]) -> int:
@@ -21,8 +21,8 @@ def main(arguments: list[str]) -> int:
     settings = guessed(arguments)
     spawner = None if settings is None else SpawnerProcess(settings)
     try:
-        gc.disable()  # imports make no garbage, and looking for it takes a quarter of their time
-        from keepstep.cli.run import run  # here, for it imports torch
+        gc.disable()  # imports make no garbage, and the collector takes a quarter of their time
+        from keepstep.cli.run import run  # here, because it imports torch
 
         gc.enable()
         return run(arguments, spawner)
@@ -32,10 +32,10 @@ def main(arguments: list[str]) -> int:
 
 
 def guessed(arguments: list[str]) -> SpawnerSettings | None:
-    """The settings of the spawner that a command line most likely asks for; None where none is started ahead.
+    """Returns the spawner settings that a command line most likely needs; None if no spawner is to be started ahead.
 
     Args:
-        arguments: behind ``keepstep run``: flags, then the script with its own.
+        arguments: the arguments after ``keepstep run``: flags, then the script and its arguments.
     """
     names = [argument.partition("=")[0] for argument in arguments]
     if any(name in NEEDS_ANOTHER for name in names):

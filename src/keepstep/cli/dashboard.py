@@ -15,7 +15,7 @@ from keepstep.trace.record.runfolder import newest_run
 
 
 def main(arguments: list[str]) -> int:
-    """Serves a run's page until it is interrupted: of a run that goes on, or of one that has ended."""
+    """Serves the page of a running or ended run until SIGINT, SIGTERM or SIGHUP."""
     parser = argparse.ArgumentParser(
         prog="keepstep dashboard", description="Shows a run in the browser, while it runs or afterwards."
     )
@@ -25,17 +25,17 @@ def main(arguments: list[str]) -> int:
     newest_run(chosen.run)
     asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     with _shown(chosen.run, chosen.listen, "--listen"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, asked)  # only now: the server's process would inherit it
+        signal.pthread_sigmask(signal.SIG_BLOCK, asked)  # now, as the server would have inherited the mask
         signal.sigwait(asked)
     return 0
 
 
 def showing(folder: Path, address: str | None) -> AbstractContextManager[None]:
-    """Serves a folder while a job runs, if ``--dashboard`` asks for it.
+    """Serves the page of a job while the block runs, if ``--dashboard`` is given.
 
     Args:
-        folder: of the run, or of both runs of a drill.
-        address: the flag's value: None where it was not given, empty where it names no address.
+        folder: the folder of the run, or that of both runs of a drill.
+        address: the flag's value: None without the flag, empty if the flag has no address.
     """
     if address is None:
         return contextlib.nullcontext()

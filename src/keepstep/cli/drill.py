@@ -22,10 +22,10 @@ from keepstep.trace.timeline.run import opened
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a drill; 0 only if the weights and the named files are identical and every fault happened."""
+    """Runs a drill. Returns 0 only if the state and the compared files are identical and every fault was injected."""
     parser = _parser()
     chosen = parse_flags(parser, arguments)
-    # Each of the two runs gets a folder of its own later on, below the drill's.
+    # Each of the two runs gets its own folder below the drill's later on.
     options = job_options(chosen, Path(tempfile.gettempdir()))
     world_size = options.recovery.world_size
     faults = parse(chosen.faults, world_size) if chosen.faults is not None else default_faults(world_size)
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _folder(name: str | None) -> Iterator[Path]:
-    """The folder for both runs: the one that was named, or one that goes with the drill."""
+    """Yields the folder for both runs: the named one, or a temporary one that is removed after the drill."""
     if name is not None:
         yield make_folder("--run-dir", Path(name), 0o700)
         return

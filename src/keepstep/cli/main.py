@@ -25,7 +25,7 @@ COMMANDS = {
     "report": ("pictures:report", "write a page about a run: what happened, and what it cost"),
     "simulate": ("simulate:main", "run whole jobs in virtual time, with faults, and check the results"),
 }
-"""Name -> where it is, and what it does. It is imported when it is chosen: `status` need not wait for torch."""
+"""Name -> its function and its help text. Only the chosen command is imported, so `status` does not wait for torch."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -78,7 +78,7 @@ def _draw(folder: Path, number: int | None, weights: str | None, target: Path) -
 
 
 def _picture_of(run: Run, folder: str) -> Picture:
-    """The last update of what is published in a folder."""
+    """Draws the last update of the weights published in a folder."""
     publication = run.publications.found.get(folder)
     if publication is None:
         known = ", ".join(run.publications.found) or "nothing"

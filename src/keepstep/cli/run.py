@@ -22,7 +22,7 @@ def run(arguments: list[str], spawner: SpawnerProcess | None) -> int:
     """Runs a job and returns its exit code.
 
     Args:
-        arguments: the command line.
+        arguments: the arguments after ``keepstep run``.
         spawner: see `run_job`.
     """
     parser = make_parser("keepstep run")
@@ -40,10 +40,10 @@ def run(arguments: list[str], spawner: SpawnerProcess | None) -> int:
         if chosen.otel:
             raise ConfigurationError("--otel: not supported on several nodes yet; leave it out")
         if is_on_ray:
-            from keepstep.cli.cluster.ray import run_on_ray  # here, for others do without Ray
+            from keepstep.cli.cluster.ray import run_on_ray  # here, because other jobs do not need Ray
 
             return run_on_ray(chosen, parser, arguments)
-        from keepstep.cli.cluster.agent import run_one_of_several  # here, for a job on one node does without gRPC
+        from keepstep.cli.cluster.agent import run_one_of_several  # here, because a job on one node does not need gRPC
 
         return run_one_of_several(chosen)
     if chosen.weights is not None:
@@ -51,7 +51,7 @@ def run(arguments: list[str], spawner: SpawnerProcess | None) -> int:
     exporting = _otel() if chosen.otel else None
     options = job_options(chosen)
     with contextlib.ExitStack() as stack:
-        stack.callback(clear_up, options)  # after the page was told how the run ended, which it reads in the folder
+        stack.callback(clear_up, options)  # after the dashboard has read the run's end in the folder
         stack.enter_context(showing(options.agent.run_dir, chosen.dashboard))
         companions: list[Companion] = [lambda job: follow(job.controller.job)]
         if exporting is not None:
@@ -61,7 +61,7 @@ def run(arguments: list[str], spawner: SpawnerProcess | None) -> int:
 
 
 def together(companions: Sequence[Companion]) -> Companion:
-    """Several companions as one; an error in any of them ends the job."""
+    """Combines several companions into one. An error in any of them ends the job."""
 
     async def accompany(job: Job) -> None:
         await asyncio.gather(*(companion(job) for companion in companions))

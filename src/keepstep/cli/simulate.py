@@ -23,7 +23,7 @@ DEFAULT_SEEDS = 1000
 
 
 def main(arguments: list[str]) -> int:
-    """Simulates jobs from seeds, replays one, or explores all interleavings; 0 only if no check failed."""
+    """Simulates jobs from seeds, replays one, or explores all interleavings. Returns 0 only if no check failed."""
     chosen = _parser().parse_args(arguments)
     console = Console(soft_wrap=True)
     if chosen.exhaustive is not None:
@@ -94,7 +94,7 @@ def _explore(console: Console, num_ranks: int, num_shards: int, max_delays: int 
         raise ConfigurationError(f"--shards {num_shards}: {num_ranks} ranks hold as many replicas of each shard")
     if max_delays is not None and max_delays < 0:
         raise ConfigurationError(f"--delays {max_delays}: allowed are 0 and more")
-    snapshot_every = int(num_shards == num_ranks)  # without replicas there is nothing else to go back to
+    snapshot_every = int(num_shards == num_ranks)  # without replicas, snapshots are the only state to restore
     found = Explorer(small_job(num_ranks, snapshot_every, num_shards), max_delays).explore()
     shards = f" with {num_shards} shards" if num_shards > 1 else ""
     delays = "" if max_delays is None else f", up to {max_delays} delays"
@@ -120,7 +120,7 @@ def _numbers(text: str, count: int) -> tuple[int, ...]:
 
 
 def replay_command(seed: int, kept: tuple[int, ...] | None = None) -> str:
-    """The command that runs a failing seed again."""
+    """Returns the command that replays a failing seed."""
     faults = "" if kept is None else f" --faults {','.join(map(str, kept))}"
     return f"keepstep simulate --seed {seed}{faults}"
 
@@ -146,7 +146,7 @@ def _batch(console: Console, chosen: argparse.Namespace, end: int | None) -> int
 
 
 def summary(total: Tally) -> str:
-    """What some seeds came to, in one line."""
+    """Returns the results of many seeds in one line."""
     return (
         f"{total.num_seeds:,} seeds, {total.num_failures:,} simulated failures, {total.num_recoveries:,} recoveries, "
         f"{total.num_events:,} events, {total.virtual_s / 3600:,.1f} h of virtual time; "

@@ -15,7 +15,8 @@ from keepstep.trace.weights.publications import Publications, describe_publicati
 
 
 def main(arguments: list[str]) -> int:
-    """Prints where every worker of a running job is, what is published, and which places are in quarantine."""
+    """Prints the position of each worker of a running job, the published weights, and the nodes and devices in
+    quarantine."""
     parser = argparse.ArgumentParser(prog="keepstep status", description="Shows the workers of a running job.")
     parser.add_argument("--run-dir", required=True, help="the folder given to 'keepstep run --run-dir'")
     parser.add_argument("--json", action="store_true", help="print JSON")

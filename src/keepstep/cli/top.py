@@ -22,7 +22,7 @@ from keepstep.trace.timeline.run import Run
 
 REFRESH_S = 0.2
 WITHOUT_TERMINAL = (120, 60)
-"""Columns and lines of a frame that goes into a file or a pipe; lines that are not needed are not used."""
+"""Columns and maximum lines of a frame that goes to a file or a pipe."""
 
 
 def main(arguments: list[str]) -> int:
@@ -47,12 +47,12 @@ def main(arguments: list[str]) -> int:
 
 
 def is_over(run: Run) -> bool:
-    """Whether a run is complete."""
+    """Whether the job has ended, or another run has replaced this one in its folder."""
     return not run.is_alive or run.is_replaced
 
 
 def print_frame(screen: Screen, console: Console) -> None:
-    """Prints one frame below what stands there."""
+    """Prints one frame, below earlier output."""
     width, height = (console.width, console.height - 1) if console.is_terminal else WITHOUT_TERMINAL
     if not console.is_terminal:
         console.width = width
@@ -60,12 +60,12 @@ def print_frame(screen: Screen, console: Console) -> None:
 
 
 def follow(run: Run, screen: Screen, console: Console) -> None:
-    """Draws a run over the whole terminal until it is over, or until q or Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, _leave)  # so that the terminal is left as it was found
+    """Draws a run over the whole terminal until it is over, or the user presses q or Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, _leave)  # so that SIGTERM restores the terminal, too
     try:
         with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                was_over = is_over(run)  # what was written before that is read by this poll
+                was_over = is_over(run)  # before the poll, which then reads everything that the run has written
                 screen.take(run.poll())
                 live.update(screen.draw(console.width, console.height), refresh=True)
                 if was_over or _is_asked_to_leave(keys):
@@ -82,7 +82,7 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[list[int]]:
-    """Where keys come from, each as it is pressed; nowhere, if the input is no terminal."""
+    """Yields the file descriptor of pressed keys, unbuffered; an empty list if the input is not a terminal."""
     if not sys.stdin.isatty():
         yield []
         return
@@ -96,7 +96,7 @@ def _keys() -> Iterator[list[int]]:
 
 
 def _is_asked_to_leave(keys: list[int]) -> bool:
-    """Waits until the next frame is due, or for a key."""
+    """Waits for a key until the next frame is due. Returns whether it was q."""
     ready, _, _ = select.select(keys, [], [], REFRESH_S)
     if not ready:
         return False

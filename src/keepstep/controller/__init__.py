@@ -1,1 +1,1 @@
-"""One per job: collects reports, decides, gives orders. Never touches a tensor."""
+"""The controller's process, one for each job: collects reports, decides, and gives orders. It touches no tensor."""

@@ -1,4 +1,4 @@
-"""The loop around the controller's machine: packets of the nodes in, journal, packets out."""
+"""The loop around the controller's machine: receives packets, writes the journal, and sends packets."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ from keepstep.trace.record.recorder import Recorder
 from keepstep.transports.interface import Arrival, BundlingConnections, Connected, NodeConnections, RelayLost
 
 GATHER_S = 0.2
-"""Phases are for the eye, which is content with five pictures a second; a ring holds far more than that."""
+"""Least interval at which nodes report phases. Phases are for display only, so five updates a second are enough. The
+ring on a tag page holds far more phases than that."""
 PHASE_MESSAGES_PER_S = 1024
-"""From all nodes together: a message takes up to a third of a millisecond (benchmarks/controller.py)."""
+"""Limit for all nodes together. A message takes the controller up to a third of a millisecond
+(benchmarks/controller.py)."""
 MAX_TOGETHER = 256
-"""Messages that are lived through before the journal is written and anything is transmitted."""
+"""Most messages that the loop processes before it writes the journal and sends anything."""
 CALM_S = 3.0
-"""What comes with the beginning of a generation is over by then."""
+"""Time after the start of training at which the activity of a new generation is over."""
 FAREWELL_S = 10.0
-"""How long a job that has ended waits until every agent has heard so."""
+"""How long the controller of an ended job waits for the acknowledgements of all agents."""
 
 
 class Controller:
@@ -55,15 +57,15 @@ class Controller:
         stores: ControllerStores | None = None,
     ) -> None:
         """Args:
-        machine: decides; fresh, or as its journal left it.
-        connections: to the agents.
-        recorder: what is decided is written there before it is transmitted.
-        clock: of the job; None: it begins here.
-        confirm: called after the journal was written and before anything is transmitted; raises `LeaseLost` where
-            another controller may serve the run by now.
-        when_calm: called when a generation has trained for a little while, for what takes a moment.
-        is_restarted: a former controller of the job has died, and the rendezvous with it.
-        stores: of what ranks ask it to keep; None: in memory.
+        machine: the machine, new or restored from its journal.
+        connections: connections to the agents.
+        recorder: writes the journal, before the loop sends anything.
+        clock: the job's clock; None: it starts now.
+        confirm: called after the loop has written the journal and before it sends anything; raises `LeaseLost` if
+            another controller may serve the run.
+        when_calm: called when a generation has trained for `CALM_S`, for work that takes a moment.
+        is_restarted: a former controller of the job has died, and its rendezvous is lost.
+        stores: the stores for ranks; None: new ones in memory.
         """
         self.machine = machine
         self._connections = connections
@@ -74,22 +76,22 @@ class Controller:
         self._when_calm = when_calm
         self._calm: asyncio.TimerHandle | None = None
         self._showing: asyncio.TimerHandle | None = None
-        """Until what is known of published weights is written: together, where much comes at once."""
+        """Timer that writes the state of published weights, so that many reports are written together."""
         self._waiting: asyncio.Timeout | None = None
-        """For what comes next."""
+        """Timeout of the wait for the next message, which ends at the machine's next deadline."""
         self._unsent: list[tuple[str, AnyMessage]] = []
-        # In other stages either a new generation has just begun, or no rank has met the others in this one yet.
+        # In other stages a new generation has just begun, or no rank has used the rendezvous of this one yet.
         has_forgotten = is_restarted and machine.job.stage in (Stage.TRAINING, Stage.FINISHED)
         self._rendezvous = Rendezvous(forgotten=machine.job.generation if has_forgotten else 0)
         self._stores = stores or ControllerStores()
 
     @property
     def job(self) -> RecoveryMachine:
-        """What is decided, and was: stage, generation, records, and the job's end."""
+        """The job's state: stage, generation, records, and the job's end."""
         return self.machine.job
 
     async def run(self) -> EndJob:
-        """Runs until the job has ended and every agent knows, and returns how."""
+        """Runs until the job has ended and every agent has acknowledged it. Returns how the job ended."""
         self.machine.begin(self._clock.now_s())
         self._settle()
         while self.job.ended is None:
@@ -97,14 +99,14 @@ class Controller:
         return await self._see_off(self.job.ended)
 
     def drain(self, reason: str) -> None:
-        """Has the job end at a step that all ranks have come to; `run` goes on until it has. See `Draining`."""
+        """Begins a drain: the job ends at a step that all ranks have completed. `run` continues until then."""
         self.machine.drain(reason, self._clock.now_s())
         self._settle()
         if self._waiting is not None and not self._waiting.expired():
             self._waiting.reschedule(asyncio.get_running_loop().time())  # there is a new deadline
 
     async def end(self, order: EndJob) -> EndJob:
-        """Ends the job from outside, after `run` was cancelled; returns when every agent knows."""
+        """Ends the job with an order, after `run` was cancelled. Returns when all agents have acknowledged it."""
         self.machine.call_off(order, self._clock.now_s())
         self._settle()
         assert self.job.ended is not None
@@ -116,11 +118,11 @@ class Controller:
                 while not self.machine.is_heard:
                     await self._turn()
         except TimeoutError:
-            pass  # an agent that it cannot reach ends by its own deadline
+            pass  # an unreachable agent ends by its own deadline
         return ended
 
     async def _turn(self) -> None:
-        """Handles the next messages, or the next deadline. Messages that came together are handled together."""
+        """Handles the next deadline, or the next messages. Messages that have arrived already are handled together."""
         arrival = await self._next()
         if arrival is None:
             self.machine.tick(self._clock.now_s())
@@ -135,7 +137,7 @@ class Controller:
         self._settle()
 
     async def _next(self) -> Arrival | None:
-        """What comes next from a node, or None when a deadline has come first."""
+        """Waits for the next message, and returns it; None if a deadline has come first."""
         due = self.machine.next_deadline()
         timeout = None if due is None else max(0.0, due - self._clock.now_s())
         try:
@@ -175,7 +177,7 @@ class Controller:
     def _weights_seen(self, node: str, message: WeightsObserved) -> None:
         worker = self.job.roster.workers.get(message.worker)
         if worker is None:
-            return  # it came late
+            return  # the message is late, and for display only
         if worker.node != node:
             raise RemoteProtocolError(f"node {node} told of weights of worker {message.worker}, which is on another")
         self._recorder.published(node, message)
@@ -190,14 +192,14 @@ class Controller:
         return max(GATHER_S, len(self.machine.connections) / PHASE_MESSAGES_PER_S)
 
     def _settle(self) -> None:
-        """After every event: writes the journal, makes sure that no other one serves the run, and then transmits."""
+        """Runs after every event: writes the journal, confirms that no other controller serves the run, and sends."""
         try:
             self._recorder.decided(self.machine.take_entries())
             self._answer(self._stores.settle(self.job))
         except OSError:
-            self._confirm()  # where another one serves the run by now, that is why
+            self._confirm()  # raises if another controller serves the run, which would be the cause
             raise
-        # A rank that waits in the rendezvous of a generation that is over is told so before the order that ended it.
+        # The answers that end a wait in an old generation's rendezvous are sent before the order that ended it.
         self._answer(self._rendezvous.begin(self.job.generation))
         now_s = self._clock.now_s()
         bundles: list[tuple[int, PacketBundle]] = []
@@ -223,7 +225,7 @@ class Controller:
             self._calm.cancel()
             self._calm = None
 
-    # ---- what is kept for the ranks ---------------------------------------------------------------------------------
+    # ---- stores for the ranks ---------------------------------------------------------------------------------------
 
     def _requested(self, node: str, request: StoreRequested) -> None:
         worker = self.job.roster.workers.get(request.worker)

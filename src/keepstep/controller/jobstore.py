@@ -1,8 +1,8 @@
 """The store of the job: torch's default store, whose keys and values all ranks share for as long as the job lives.
 
-It belongs to the job and not to a generation, so a recovery does not change it; only when all ranks restart is it
-emptied. It is bounded, and a controller that may restart keeps it in a file: a change is written before its request is
-answered.
+It belongs to the job and not to a generation, so a recovery does not change it. The controller empties it only when all
+ranks restart. Its size is bounded. A controller that may restart keeps it in a file, and writes each change before it
+answers the request.
 """
 
 from __future__ import annotations
@@ -28,39 +28,40 @@ from keepstep.protocol.recovery.transitions import Stage
 from keepstep.transports.framing import FrameDecoder, frame
 
 PREFIX = "job_"
-"""Of the operations of a `StoreRequested` that are answered here. Its ``generation`` is that in which a rank waits
-between two steps, and 0 for all else."""
+"""Prefix of the `StoreRequested` operations of this store. Their ``generation`` is 0, except for a rank that waits
+between two steps: then it is the current generation."""
 CHANGING = frozenset({"job_set", "job_add", "job_append", "job_compare_set", "job_delete"})
 MAX_STORE_BYTES = 256 << 20
-"""Of all keys and values, in the controller's memory: as much as `keepstep.protocol.recovery.scripts.startup` keeps."""
+"""Limit of all keys and values in the controller's memory, the same as in
+`keepstep.protocol.recovery.scripts.startup`."""
 MAX_KEY_BYTES = 1 << 16
 KEY_OVERHEAD_BYTES = 200
-"""What an entry takes besides its characters (measured: 190 bytes for a short key, CPython 3.11)."""
+"""Memory of an entry besides its key and value (measured: 190 bytes for a short key, CPython 3.11)."""
 MAX_ANSWERS = 1024
-"""Answers kept of each worker, for requests that come twice: more than a worker has threads that could be asking."""
+"""Number of answers kept for each worker, for repeated requests: more than the threads of a worker that may wait."""
 COMPACT_BYTES = 1 << 20
-"""A file is rewritten when it is larger than twice what it holds and this."""
+"""The file is rewritten when it is larger than twice the content of the store plus this."""
 _NUMBER = re.compile(rb"[ \t-\r]*([+-]?[0-9]{1,40})(?![0-9])")
-"""What C++'s ``stoll`` reads, which torch's stores add with; it refuses what 64 bits do not hold."""
+"""The numbers that C++'s ``stoll`` reads, with which torch's stores add. It refuses numbers beyond 64 bits."""
 _pair = msgspec.msgpack.Decoder(tuple[bytes, bytes])
 
 
 class JobStore:
-    """Keys and values of one job, and the requests that wait for a key."""
+    """The keys and values of one job, and the requests that wait for a key."""
 
     def __init__(self, path: Path | None = None, *, is_durable: bool = False) -> None:
         """Args:
-        path: a file, for a controller that may be started again; read now, and written as keys change.
-        is_durable: what was written survives the machine too, as for `keepstep.trace.record.journal.Journal`.
+        path: file for a controller that may be restarted. It is read now, and `flush` writes the changes.
+        is_durable: whether the file survives a crash of the machine, as for `keepstep.trace.record.journal.Journal`.
         """
         self._values: dict[str, bytes] = {}
         self._num_bytes = 0
         self._waiting: dict[tuple[int, int], StoreRequested] = {}
-        """By worker and number of the request."""
+        """(worker, request number) -> the waiting request."""
         self._waiting_for: dict[str, set[tuple[int, int]]] = {}
-        """By the first key of each that is not there."""
+        """First missing key -> the requests that wait for it."""
         self._answered: dict[int, OrderedDict[int, StoreAnswered]] = {}
-        """Answers to what has changed something, by worker and number."""
+        """Worker -> request number -> the answer, for requests that have changed the store."""
         self._path = path
         self._is_durable = is_durable
         self._file: BinaryIO | None = None
@@ -72,11 +73,12 @@ class JobStore:
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def request(self, request: StoreRequested) -> list[StoreAnswered]:
-        """Carries out one request; returns the answers it gives rise to, of waiting ones too. Transmit them after
-        `flush`.
+        """Executes a request. Returns its answer, if there is one yet, and those of waiting requests that it completes.
+
+        The caller must send them after `flush`.
 
         Raises:
-            RemoteProtocolError: an operation that is unknown, or with too few keys or values that are none.
+            RemoteProtocolError: the operation is unknown, or has a wrong number of keys, or invalid values.
         """
         before = self._answered.get(request.worker, OrderedDict()).get(request.request)
         if before is not None:
@@ -136,7 +138,7 @@ class JobStore:
                 return _answer(request, b"0" if present is None else b"1")
 
     def _put(self, key: str, value: bytes) -> str:
-        """Sets a key; or says why not."""
+        """Sets a key. Returns an error's text, or "" on success."""
         if len(key) * 4 > MAX_KEY_BYTES and len(key.encode()) > MAX_KEY_BYTES:
             return f"a key of {len(key)} characters: at most {MAX_KEY_BYTES >> 10} KiB are allowed"
         if len(value) > MAX_STORE_VALUE_BYTES:
@@ -153,7 +155,7 @@ class JobStore:
         self._values[key], self._num_bytes = value, num_bytes
         return ""
 
-    # ---- who waits --------------------------------------------------------------------------------------------------
+    # ---- waiting requests -------------------------------------------------------------------------------------------
 
     def _wait(self, request: StoreRequested) -> list[StoreAnswered]:
         missing = next((key for key in request.keys if key not in self._values), None)
@@ -166,7 +168,7 @@ class JobStore:
         return []
 
     def _served(self, key: str) -> list[StoreAnswered]:
-        """The answers to those that have waited for a key, if it is there now."""
+        """Returns the answers to the requests that have waited for a key, if the key exists now."""
         if key not in self._values or key not in self._waiting_for:
             return []
         requests = [self._waiting.pop(asked) for asked in sorted(self._waiting_for.pop(key)) if asked in self._waiting]
@@ -188,17 +190,17 @@ class JobStore:
     def settle(
         self, stage: Stage, generation: int, awaited: Collection[int], is_lost: Callable[[int], bool]
     ) -> list[StoreAnswered]:
-        """Updates the job's stage; returns answers to waits that can never end.
+        """Returns answers to waits that can never end, by the job's current stage.
 
-        While survivors are stopped, one that waits between two steps (its request names its generation) goes on
-        waiting, for another one that is between steps too may set the key. When all that have not come to a safe point
-        wait like that, none will.
+        While survivors stop, a rank that waits between two steps (its request names the generation) continues to wait,
+        because another rank between steps may set the key. When all ranks without a safe point wait like that, no rank
+        will set a key, and the waits end with an error.
 
         Args:
-            stage: of the job.
-            generation: the present one.
-            awaited: the workers that the stage waits for.
-            is_lost: whether a worker's requests count no more.
+            stage: the job's stage.
+            generation: the current generation.
+            awaited: the workers for which the stage waits.
+            is_lost: returns whether a worker is lost, so that its requests do not count.
         """
         if not self._waiting or stage is not Stage.STOPPING:
             return []
@@ -219,10 +221,10 @@ class JobStore:
         ]
 
     def restart(self) -> None:
-        """All ranks start, and none of an earlier start is left: what those had agreed upon is void."""
+        """Empties the store, because all ranks start again."""
         self._values, self._num_bytes = {}, 0
         self._waiting, self._waiting_for, self._answered = {}, {}, {}
-        if self._file is not None:  # what is open, and no other controller reads if this one is the former one
+        if self._file is not None:  # the open file: if another controller has taken over, it reads another one
             self._unwritten.clear()
             self._file.seek(0)
             self._file.truncate()
@@ -232,10 +234,10 @@ class JobStore:
     # ---- the file ---------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Writes what has changed. Call it before any answer is transmitted.
+        """Writes the changes to the file. Call it before sending any answer.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written, or another controller has taken it over.
         """
         if not self._unwritten or self._path is None:
             return
@@ -251,13 +253,13 @@ class JobStore:
             self._sync(self._file)
 
     def close(self) -> None:
-        """Gives up the file."""
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
 
     def _load(self, path: Path) -> None:
         if path.exists():
-            # A torn frame at the end stays in the decoder: its worker was not answered, and asks again.
+            # An incomplete last frame stays in the decoder: its worker got no answer, and asks again.
             for message in FrameDecoder().feed(path.read_bytes()):
                 if isinstance(message, StoreRequested):
                     self._change(message)
@@ -267,15 +269,15 @@ class JobStore:
 
     @staticmethod
     def _check_own(file: BinaryIO, path: Path) -> None:
-        """Makes sure that no successor has put its file there: a former controller may have stood still until now.
+        """Raises OSError if a new controller has replaced the file, while this one was stopped.
 
-        One that stands still again right behind this, until another one has taken over, is not noticed.
+        It does not notice if this controller is stopped again right after the check, and another one takes over then.
         """
         if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise OSError(f"{path} is not written any more: another controller has taken it over")
 
     def _rewrite(self, path: Path) -> None:
-        """Rewrites the file. A former controller that still writes has the old one open, which is unlinked now."""
+        """Replaces the file by one with the current content. A former controller still writes to the unlinked one."""
         messages: list[AnyMessage] = [
             StoreRequested(-1, 0, number, "job_set", (key,), value)
             for number, (key, value) in enumerate(self._values.items())
@@ -301,7 +303,7 @@ def _size(key: str, value: bytes) -> int:
 
 
 def _wrapped(number: int) -> int:
-    """As 64 bits with a sign hold it, as in torch's stores."""
+    """Wraps a number to a signed 64-bit integer, as torch's stores do."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

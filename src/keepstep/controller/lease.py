@@ -1,12 +1,12 @@
 """The lease of a run as a file in its folder, for controllers on all machines with access to the folder.
 
-The lease is one empty file whose name contains all of its data (`keepstep.protocol.lease`); a controller replaces it by
+The lease is one empty file whose name contains all of its data (`keepstep.protocol.lease`). A controller replaces it by
 renaming the file. A rename is atomic also between the machines of a network file system, and fails if another process
-was first. So a cached view of the folder can delay a controller, but never let it take a lease that was renewed
+was first. So a cached view of the folder can delay a controller, but never lets it take a lease that was renewed
 meanwhile.
 
-Next to it each controller has a file with its identity. The file is locked for as long as the process lives, so on the
-same machine a controller need not wait for the lease of a dead process.
+In the same folder each controller has a file with its identity. It locks the file for as long as the process lives. So
+on the same machine, a controller need not wait for the lease of a dead process.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ FOLDER = "lease"
 
 
 class Who(msgspec.Struct, frozen=True):
-    """What a controller tells of itself, for people and for others on its machine."""
+    """The identity of a controller, for people and for other controllers on its machine."""
 
     host: str
     pid: int
     place: str
-    """Where the process lives: processes of one place see the same files, and one another's locks."""
+    """The machine and mount namespace of the process. Processes of one place see the same files and locks."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
 
 class RunLease:
-    """The lease of one run as one controller sees it: it waits for it, holds it, gives it back."""
+    """The lease of one run for one controller, which waits for the lease, holds it, and releases it."""
 
     def __init__(self, run_dir: Path, hold_s: float) -> None:
         """Args:
         run_dir: the run's folder.
-        hold_s: when this controller's lease has not changed for so long, another one may take it.
+        hold_s: another controller may take this controller's lease after so long without a renewal, in seconds.
 
         Raises:
-            ConfigurationError: the folder cannot be used for that.
+            ConfigurationError: the folder cannot hold a lease.
         """
         self._folder = run_dir / FOLDER
         self._candidate = Candidate(secrets.token_hex(8), hold_s)
         self._holder: Holder | None = None
         self.taken_from: Who | None = None
-        """The former holder, if the lease was not free."""
+        """The former holder, if the lease was not free when this controller took it."""
         self._trouble = ""
         try:
             self._set_up(run_dir)
@@ -68,7 +68,7 @@ class RunLease:
             raise ConfigurationError(f"--run-dir {run_dir}: holds no lease: {error}") from error
 
     def _set_up(self, run_dir: Path) -> None:
-        """Makes the folder with its one lease in it, whole or not at all; nothing if it is there."""
+        """Creates the folder with a free lease in it, atomically. Does nothing if the folder exists."""
         if self._folder.exists():
             return
         draft = run_dir / f"{FOLDER}.{self._candidate.holder}"
@@ -93,14 +93,14 @@ class RunLease:
     # ---- while another process holds it ------------------------------------------------------------------------------
 
     def take(self) -> bool:
-        """One look: takes it if that is allowed. Whether this controller holds it now.
+        """Reads the lease once, and takes it if that is allowed. Returns whether this controller holds it now.
 
         Raises:
             ConfigurationError: the folder cannot be read.
         """
         lease = self._look()
         if lease is None:
-            return False  # it is just being renamed
+            return False  # another process is just renaming it
         self._candidate.observe(lease, _now_s())
         claim = self._candidate.claim(_now_s(), is_gone=not lease.is_free and self._is_gone(lease.holder))
         if claim is None or not self._replace(claim):
@@ -113,31 +113,31 @@ class RunLease:
 
     @property
     def is_served(self) -> bool:
-        """Whether a process surely holds it: it was seen to change, or its holder lives on this machine."""
+        """Whether a live process certainly holds it: the lease has changed, or its holder lives on this machine."""
         seen = self._candidate.seen
         return self._candidate.num_changes > 0 or (seen is not None and self._is_here(seen.holder))
 
     def served_by(self) -> str:
-        """Who holds it, and how long it has not changed."""
+        """Returns a text for people: who holds the lease, and how long it has not changed."""
         seen = self._candidate.seen
         if seen is None or seen.is_free:
             return "no process"
         who = self._who(seen.holder) or "an unknown process"
         return f"{who} (lease unchanged for {self._candidate.unchanged_s(_now_s()):.1f} s)"
 
-    # ---- while it is this one's -------------------------------------------------------------------------------------
+    # ---- while this controller holds it -----------------------------------------------------------------------------
 
     @property
     def term(self) -> int:
-        """Number of this controller among all that have held it."""
+        """The term of this controller's lease. Call it only while this controller holds the lease."""
         assert self._holder is not None, "it is held"
         return self._holder.lease.term
 
     async def keep(self) -> None:
-        """Renews it for ever.
+        """Renews the lease until the task is cancelled.
 
         Raises:
-            LeaseLost: another controller has taken it.
+            LeaseLost: another controller has taken the lease.
         """
         assert self._holder is not None, "it is held"
         while True:
@@ -145,16 +145,16 @@ class RunLease:
             try:
                 self._renew(self._holder)
                 self._trouble = ""
-            except OSError as error:  # `confirm` says when there were too many of them
+            except OSError as error:  # `confirm` raises when too many renewals have failed
                 if str(error) != self._trouble:
                     self._trouble = str(error)
                     print(f"keepstep: the run's lease cannot be renewed: {error}", file=sys.stderr, flush=True)
 
     def confirm(self) -> None:
-        """Returns if no other process can serve the run at this moment.
+        """Returns only if no other process can serve the run at this moment. It may renew the lease for that.
 
         Raises:
-            LeaseLost: another one may.
+            LeaseLost: another process may serve the run.
         """
         assert self._holder is not None, "it is held"
         if self._holder.may_transmit(_now_s()):
@@ -178,7 +178,7 @@ class RunLease:
         holder.renewed(renewal)
 
     def close(self) -> None:
-        """Gives it back, if it is held; this process has no claim to it any more."""
+        """Releases the lease, if this controller holds it, and removes its file of identity."""
         holder, self._holder = self._holder, None
         with contextlib.suppress(OSError):
             if holder is not None:
@@ -197,7 +197,7 @@ class RunLease:
     # ---- the folder -------------------------------------------------------------------------------------------------
 
     def _look(self) -> Lease | None:
-        """The newest lease that is there. Opening a folder asks the server, past all caches."""
+        """Returns the newest lease in the folder. Opening a folder bypasses the caches of a network file system."""
         try:
             found = [Lease.parse(name) for name in os.listdir(self._folder)]
         except OSError as error:
@@ -205,11 +205,11 @@ class RunLease:
         return max((lease for lease in found if lease is not None), default=None)
 
     def _replace(self, order: Replace) -> bool:
-        """Whether the lease was the old one, and is the new one now."""
+        """Carries out a replacement. Returns False if another process was first."""
         try:
             os.rename(self._folder / order.old.name, self._folder / order.new.name)
         except FileNotFoundError:
-            # A server may have done it and its answer been lost; the name has this process's own in it.
+            # The server may have renamed it, and its answer may be lost. The new name contains this process's own.
             return order.new.name in os.listdir(self._folder)
         return True
 
@@ -223,11 +223,11 @@ class RunLease:
             return None
 
     def _is_gone(self, holder: str) -> bool:
-        """Whether its process surely has ended. Of a process on another machine this is never sure."""
+        """Whether the holder's process has certainly ended. For a process on another machine, this is never certain."""
         return self._is_near(holder) and not self._is_locked(holder)
 
     def _is_here(self, holder: str) -> bool:
-        """Whether its process certainly exists, possibly stopped."""
+        """Whether the holder's process certainly exists; it may be stopped."""
         return self._is_near(holder) and self._is_locked(holder)
 
     def _is_near(self, holder: str) -> bool:
@@ -238,7 +238,7 @@ class RunLease:
         try:
             descriptor = os.open(self._file_of(holder), os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            return True  # it cannot be told
+            return True  # unknown
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
@@ -249,10 +249,10 @@ class RunLease:
 
 
 def _now_s() -> float:
-    """A clock that goes on while the machine is suspended: that time counts against a lease as well."""
+    """Returns the boot-time clock, which continues while the machine is suspended: that time counts for a lease."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _place() -> str:
-    """One start of one machine, and there the same mounts: a container is another place."""
+    """Returns this process's place: the boot of its machine and its mount namespace. A container is another place."""
     return f"{this_machine()} {os.readlink('/proc/self/ns/mnt')}"

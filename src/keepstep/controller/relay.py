@@ -2,7 +2,7 @@
 
     python -m keepstep.controller.relay DESCRIPTOR PARENT
 
-It gets its settings, including the job's secret, over an inherited socket. It ends when that socket is closed.
+It gets its settings, including the job's secret, over an inherited socket. It ends when the controller closes it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from keepstep.trust.certificates import ServerFiles
 from keepstep.trust.tokens import Role, Secret, check
 
 CONTROLLER_SILENT_S = 5.0
-"""A controller that is held up for so long may have a successor. Agents find that one when this relay ends."""
+"""A controller that is paused for so long may have a successor. The relay ends then, so that agents find that one."""
 GC_THRESHOLD = 50_000
-"""Of young objects, before Python's collector looks through them. Bundles are many small ones that hold no cycles."""
+"""Number of young objects that triggers Python's garbage collector. Bundles are many small objects without cycles."""
 
 
 class Relay:
-    """Between the agents that are connected to it and the controller."""
+    """Passes messages between the connected agents and the controller."""
 
     def __init__(self, pipe: Pipe, connections: RpcNodeConnections, directory: WeightsDirectory) -> None:
         self._pipe = pipe
@@ -43,10 +43,14 @@ class Relay:
         self._directory = directory
         self._gathering = Gathering()
         self._passed_on_s = time.monotonic()
-        """When the last frame was sent. It waits until the controller has taken the one before."""
+        """When the last frame was sent. The next one waits until the controller has taken it."""
 
     async def run(self) -> None:
-        """Passes on in both directions until the controller closes the socket."""
+        """Passes messages in both directions until the controller closes the socket.
+
+        Raises:
+            PeerLost: the controller has taken no frame for `CONTROLLER_SILENT_S`.
+        """
         tasks = [asyncio.create_task(each) for each in (self._listen(), self._transmit(), self._beat())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -105,7 +109,11 @@ class Relay:
 
 
 async def serve(descriptor: int) -> None:
-    """Serves agents as the controller says, until it closes the socket."""
+    """Reads the settings from the controller's socket, and serves agents until the controller closes it.
+
+    Args:
+        descriptor: the socket.
+    """
     pipe = await Pipe.open(socket.socket(fileno=descriptor))
     first = await pipe.read()
     if first is None:
@@ -131,11 +139,11 @@ async def serve(descriptor: int) -> None:
 
 
 def main() -> None:
-    """The program."""
+    """Runs the relay's process; see the module."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     end_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # the controller says when it ends
+        signal.signal(number, signal.SIG_IGN)  # the relay ends when the controller closes the socket
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection takes one
     gc.freeze()

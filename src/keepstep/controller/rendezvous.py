@@ -10,26 +10,27 @@ from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import StoreAnswered, StoreRequested
 
 MAX_KEYS = 1 << 20
-"""Gloo uses a handful per rank and group; a runaway script is stopped before it fills the controller's memory."""
+"""Limit of keys, so that a faulty script cannot fill the controller's memory. Gloo uses a handful for each rank and
+group."""
 
 
 class Rendezvous:
-    """Keys and values of the current generation, and the requests that wait for a key."""
+    """The keys and values of the current generation, and the requests that wait for a key."""
 
     def __init__(self, forgotten: int = 0) -> None:
         """Args:
-        forgotten: the generation in whose middle the controller was restarted. What its members had told one another
-            is lost, so it counts as over: who still meets others in it hears so, and a recovery gives it another.
+        forgotten: the generation in which the controller restarted; 0 if it did not. The keys of this generation are
+            lost, so it counts as over: each request gets an empty answer, and a recovery begins another generation.
         """
         self._generation = forgotten
         self._forgotten = forgotten
         self._values: dict[str, bytes] = {}
         self._waiting: dict[tuple[int, int], StoreRequested] = {}
-        """By worker and number of the request."""
+        """(worker, request number) -> the waiting request."""
         self._answered: dict[tuple[int, int], StoreAnswered] = {}
 
     def begin(self, generation: int) -> list[StoreAnswered]:
-        """Drops everything of older generations; returns the answers that end waiting requests."""
+        """Begins a generation: drops all keys of older ones. Returns the answers that end waiting requests."""
         if generation == self._generation:
             return []
         self._generation = generation
@@ -38,10 +39,10 @@ class Rendezvous:
         return ended
 
     def request(self, request: StoreRequested) -> list[StoreAnswered]:
-        """Carries out one request; returns the answers it gives rise to, of waiting ones too.
+        """Executes a request. Returns its answer, if there is one yet, and those of waiting requests that it completes.
 
         Raises:
-            RemoteProtocolError: an unknown operation.
+            RemoteProtocolError: the operation is unknown, lacks a key or a number, or the store is full.
         """
         if request.generation != self._generation or request.generation == self._forgotten:
             return [StoreAnswered(request.worker, request.request, None, "")]

@@ -15,16 +15,16 @@ from keepstep.transports.framing import FrameDecoder, frame
 
 
 class StartUpRecord:
-    """A `StartUp`, and the file that a controller which is started again reads it from."""
+    """A `StartUp`, with a file from which a restarted controller reads it."""
 
     def __init__(self, path: Path | None = None, *, is_durable: bool = False) -> None:
         """Args:
-        path: a file, for a controller that may be started again; read now, and written as results come.
-        is_durable: what was written survives the machine too, as for `keepstep.trace.record.journal.Journal`.
+        path: file for a controller that may be restarted. It is read now, and written with each kept value.
+        is_durable: whether the file survives a crash of the machine, as for `keepstep.trace.record.journal.Journal`.
         """
         self._is_durable = is_durable
         self._file: int | None = None
-        """Its descriptor; closed with this object."""
+        """The file's descriptor, closed with this object; None without a file."""
         if path is None:
             self._start_up = StartUp()
             return
@@ -35,10 +35,10 @@ class StartUpRecord:
         weakref.finalize(self, os.close, self._file)
 
     def _take_over(self, path: Path) -> None:
-        """Puts a copy in the place of a former controller's file.
+        """Replaces the file of a former controller by a copy.
 
-        The former controller may only have stood still. It then writes into the file that it has open, which no
-        controller reads any more.
+        The former controller may be stopped, not dead. If it continues, it writes to its open file, which no controller
+        reads any more.
         """
         with replacing(path) as file:
             file.writelines(frame(_of(name, value)) for name, value in self._start_up.values.items())
@@ -46,21 +46,21 @@ class StartUpRecord:
             os.fsync(file.fileno())
 
     def starts_over(self, stage: Stage, generation: int) -> bool:
-        """As `StartUp.starts_over`; what is dropped goes from the file, too."""
+        """Does the same as `StartUp.starts_over`, and also empties the file."""
         begins = self._start_up.starts_over(stage, generation)
         if begins and self._file is not None:
             os.truncate(self._file, 0)
         return begins
 
     def settle(self, *, is_complete: bool) -> list[StoreAnswered]:
-        """As `StartUp.settle`."""
+        """Does the same as `StartUp.settle`."""
         return self._start_up.settle(is_complete=is_complete)
 
     def request(self, request: StoreRequested, generation: int) -> list[StoreAnswered]:
-        """As `StartUp.request`; what is kept is in the file when this returns.
+        """Does the same as `StartUp.request`, and has written kept values to the file when it returns.
 
         Raises:
-            RemoteProtocolError: it names no key, or several.
+            RemoteProtocolError: the request names no key, or several.
         """
         answers = self._start_up.request(request, generation)
         for kept in self._start_up.take_unwritten():
@@ -77,7 +77,7 @@ class StartUpRecord:
 
 
 def _written(path: Path) -> Iterator[StoreRequested]:
-    """What a former controller has kept; a torn frame at the end is of a rank that was not answered, and asks again."""
+    """Yields the requests in the file. Ignores an incomplete last frame: its rank got no answer, and asks again."""
     data = path.read_bytes() if path.exists() else b""
     return (request for request in FrameDecoder().feed(data) if isinstance(request, StoreRequested))
 

@@ -17,18 +17,18 @@ class ControllerStores:
 
     def __init__(self, folder: Path | None = None, *, is_durable: bool = False) -> None:
         """Args:
-        folder: of a controller that may be started again; read now.
-        is_durable: what was written survives the machine too, as for `keepstep.trace.record.journal.Journal`.
+        folder: run folder of a controller that may be restarted, whose files are read now; None: in memory only.
+        is_durable: whether the files survive a crash of the machine, as for `keepstep.trace.record.journal.Journal`.
         """
         start_up, store = (None, None) if folder is None else (folder / runfolder.START_UP, folder / runfolder.STORE)
         self._start_up = StartUpRecord(start_up, is_durable=is_durable)
         self._store = JobStore(store, is_durable=is_durable)
 
     def request(self, request: StoreRequested, job: RecoveryMachine) -> list[StoreAnswered] | None:
-        """Carries out one request of a worker; None where it is for another place.
+        """Executes a worker's request. Returns answers to send after `settle`; None if it is for the rendezvous.
 
         Raises:
-            RemoteProtocolError: it has no meaning.
+            RemoteProtocolError: the request is invalid.
         """
         if request.operation.startswith(PREFIX):
             return [] if job.roster.workers[request.worker].lost else self._store.request(request)
@@ -37,10 +37,10 @@ class ControllerStores:
         return None
 
     def settle(self, job: RecoveryMachine) -> list[StoreAnswered]:
-        """After every event, and before any answer is transmitted: returns answers to those who have waited for it.
+        """Writes all changes, and returns answers to waiting requests. Runs after every event, before answers are sent.
 
         Raises:
-            OSError: what has changed cannot be written.
+            OSError: a file cannot be written.
         """
         if self._start_up.starts_over(job.stage, job.generation):
             self._store.restart()
@@ -51,5 +51,5 @@ class ControllerStores:
         return answers + self._start_up.settle(is_complete=job.membership is not None)  # known when all are ready
 
     def close(self) -> None:
-        """Gives up its files."""
+        """Closes the file of the job's store."""
         self._store.close()

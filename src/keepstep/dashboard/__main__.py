@@ -1,4 +1,4 @@
-"""The dashboard's process: one line of settings on its standard input, whose end is its end."""
+"""The dashboard's process. It reads one line of settings from standard input, and exits when standard input ends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from keepstep.dashboard.app import Dashboard
 from keepstep.dashboard.settings import ServerSettings
 
 NICENESS = 19
-"""Training comes first: on a machine without any idle time, what is left is a hundredth of a core."""
+"""Training has priority: on a machine without idle time, the dashboard gets about a hundredth of a core."""
 MAX_CONNECTIONS = 1000
 LAST_SEND_S = 0.5
-"""When the job has ended, pages are told so before the process ends."""
+"""Time to send the end of the job to open pages before the process exits."""
 
 
 async def _serve(settings: ServerSettings) -> None:
@@ -29,7 +29,7 @@ async def _serve(settings: ServerSettings) -> None:
     config = uvicorn.Config(
         dashboard.app(settings.token, settings.cookie),
         access_log=False,
-        log_level="critical",  # what a stranger sends is no news
+        log_level="critical",  # malformed requests of strangers must not fill the job's output
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=1,
         server_header=False,
@@ -56,9 +56,9 @@ async def _serve(settings: ServerSettings) -> None:
 
 def main() -> None:
     """Runs until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the job, which is told by Ctrl-C itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job handles Ctrl-C, and ends this process
     os.nice(NICENESS)
-    with contextlib.suppress(OSError):  # a container may not allow it, and then there is still the niceness
+    with contextlib.suppress(OSError):  # a container may forbid it; then the niceness remains
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # it never preempts the job
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerSettings)
     asyncio.run(_serve(settings))

@@ -1,5 +1,4 @@
-"""The dashboard's HTTP server: everything except ``/healthz`` needs the viewer's token, and all requests are
-read-only."""
+"""The dashboard's HTTP server. All paths except ``/healthz`` need the viewer's token. All requests are read-only."""
 
 from __future__ import annotations
 
@@ -35,10 +34,10 @@ from keepstep.trace.timeline.run import Run, opened
 MAX_CHANGES = 200_000
 """Phase changes in one answer; 4 MB of JSON."""
 SEND_DEADLINE_S = 15.0
-"""A page that takes nothing for so long is cut off."""
+"""The server disconnects a page that reads nothing for this long."""
 OWN_ONLY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
 STYLED = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""For a picture: a style sheet of its own, and no script at all."""
+"""Content security policy of a picture: an inline style sheet, and no scripts."""
 HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -48,7 +47,7 @@ HEADERS = {
 
 
 class Dashboard:
-    """The answers for one folder."""
+    """Serves the run in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._registry = CollectorRegistry()
@@ -56,7 +55,7 @@ class Dashboard:
         self._counted: Run | None = None
         self.live = Live(folder, self._count)
         self._busy = asyncio.Semaphore(1)
-        """What takes long is made one at a time, in a thread, from a reading of its own."""
+        """Admits one expensive request at a time. It runs in a thread, on its own copy of the run."""
 
     def _count(self, run: Run, news: Any) -> None:
         if run is not self._counted:
@@ -68,11 +67,11 @@ class Dashboard:
         self._collector.observe(news)
 
     def app(self, token: str, cookie: str) -> ASGIApp:
-        """The application.
+        """Returns the ASGI application.
 
         Args:
-            token: of the viewer; a request without it is refused.
-            cookie: name of the cookie that carries it.
+            token: the viewer's token; requests without it are refused.
+            cookie: name of the cookie with the token.
         """
 
         @contextlib.asynccontextmanager
@@ -155,20 +154,20 @@ class Dashboard:
 
 
 def _end_without(following: asyncio.Task[None]) -> None:
-    """A page that shows what was, as if it were, is worse than none: without its follower the process ends."""
+    """Ends the process if the task that follows the run has failed, because pages would show old data as current."""
     if not following.cancelled() and (error := following.exception()) is not None:
         traceback.print_exception(error)
-        os.kill(os.getpid(), signal.SIGTERM)  # the server then closes what is open
+        os.kill(os.getpid(), signal.SIGTERM)  # the server closes its connections
 
 
 class EventStream:
-    """Server-sent events: what `Live` tells a page, for as long as it listens."""
+    """Sends the updates of `Live` to a page as server-sent events, until the page disconnects."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One page."""
+        """Serves one page."""
         page = self._live.open_page()
         gone = asyncio.create_task(_until_gone(receive))
         gone.add_done_callback(lambda _: page.put_nowait(None))
@@ -179,7 +178,7 @@ class EventStream:
                 async with asyncio.timeout(SEND_DEADLINE_S):
                     await send({"type": "http.response.body", "body": told, "more_body": True})
         except TimeoutError:
-            pass  # it does not read: the server closes the connection when this returns
+            pass  # the page does not read; the server closes the connection after this returns
         finally:
             self._live.close_page(page)
             gone.cancel()
@@ -191,7 +190,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class Guard:
-    """Refuses requests without the token, and all but GET and HEAD."""
+    """Refuses requests without the token, and all methods except GET and HEAD."""
 
     def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
         self._app = app
@@ -199,12 +198,12 @@ class Guard:
         self._cookie = cookie
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or the life of the application."""
+        """Handles one request, or the application's lifespan events."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # a websocket: the page needs none
+            return  # a websocket; the page does not use any
         request = Request(scope, receive)
         refusal = self._refusal(request)
         if refusal is not None:

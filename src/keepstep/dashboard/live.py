@@ -19,36 +19,37 @@ from keepstep.trace.record import runfolder
 from keepstep.trace.timeline.run import News, Run
 
 POLL_INTERVAL_S = 0.2
-"""While a page is open: as often as agents gather phases. The folder is polled, for it may lie on a file system that
-tells of no changes."""
+"""Poll interval while a page is open: the interval at which agents gather phases. The folder is polled because it may
+be on a file system without change notifications."""
 POLL_INTERVAL_S_PER_PAGE = 0.0025
 MAX_POLL_INTERVAL_S = 0.5
-"""With more than 80 pages, each of which costs about 50 microseconds a poll, less often: half a second with 200."""
+"""Each page costs about 50 microseconds a poll. So the interval grows from 80 pages on, up to 0.5 s with 200."""
 IDLE_POLL_INTERVAL_S = 1.0
-"""While none is."""
+"""Poll interval while no page is open."""
 SLOW_S = 1.0
-"""What changes slowly (stragglers, goodput, another run in the folder) is polled so often."""
+"""Interval for data that changes slowly: stragglers, goodput, and another run in the folder."""
 SNAPSHOT_CHANGES = 40_000
-"""Phase changes that a page gets when it is opened; older ones it asks for."""
+"""Number of phase changes that a page gets when it opens. It requests older ones."""
 SNAPSHOT_NS = 60_000_000_000
 BACKLOG = 50
-"""A page so many updates behind, ten seconds, is cut off; it comes back by itself and gets the current state."""
+"""A page that is this many updates behind, about ten seconds, is disconnected. It reconnects by itself and gets the
+current state."""
 
 
 class Live:
-    """One folder, and the pages that look at it."""
+    """Follows one folder and updates its open pages."""
 
     def __init__(self, folder: Path, on_news: Callable[[Run, News], None]) -> None:
         """Args:
-        folder: of a run, or one with runs in it (a drill's).
-        on_news: called with everything new, pages or not.
+        folder: the folder of a run, or a folder with several runs, such as a drill's.
+        on_news: called with the news of each poll, even if no page is open.
         """
         self.folder = folder
         self.run: Run | None = None
         self._on_news = on_news
         self._pages: set[asyncio.Queue[bytes | None]] = set()
         self._told: dict[str, Any] = {}
-        """What the pages know of that which is sent when it changes."""
+        """The last sent value of each part that is only sent when it changes."""
         self._snapshot: bytes | None = None
         self._slow_s = 0.0
         self._error = ""
@@ -57,7 +58,7 @@ class Live:
     # ---- pages ------------------------------------------------------------------------------------------------------
 
     def open_page(self) -> asyncio.Queue[bytes | None]:
-        """A page opens: first the current state comes out of the queue, then what changes; None: it was cut off."""
+        """Adds a page. Its queue has first the current state, then updates, and None when the page is disconnected."""
         page: asyncio.Queue[bytes | None] = asyncio.Queue()
         if self.run is not None:
             page.put_nowait(self._present())
@@ -66,12 +67,12 @@ class Live:
         return page
 
     def close_page(self, page: asyncio.Queue[bytes | None]) -> None:
-        """It is closed."""
+        """Removes a page."""
         self._pages.discard(page)
 
     @property
     def num_pages(self) -> int:
-        """How many are open."""
+        """Number of open pages."""
         return len(self._pages)
 
     def _send(self, data: bytes) -> None:
@@ -85,7 +86,7 @@ class Live:
     # ---- the folder -------------------------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Polls the folder for ever."""
+        """Polls the folder without end."""
         while True:
             self.poll()
             if self._pages:
@@ -99,7 +100,7 @@ class Live:
                     await self._opened.wait()
 
     def poll(self) -> None:
-        """Reads the folder once, and sends what is new to all pages."""
+        """Reads the folder once, and sends the news to all pages."""
         now_s = time.monotonic()
         is_slow_due = now_s >= self._slow_s
         if is_slow_due:
@@ -110,7 +111,7 @@ class Live:
             if self.run is not None:
                 self._tell(self.run, self.run.poll(), is_slow_due)
         except (KeepstepError, OSError) as error:
-            if str(error) != self._error:  # once, not ten times a second
+            if str(error) != self._error:  # print an error once, and not at every poll
                 print(f"keepstep dashboard: {error}", file=sys.stderr, flush=True)
             self._error = str(error)
 
@@ -156,7 +157,7 @@ class Live:
                 self._send(_event("update", update))
 
     def _present(self) -> bytes:
-        """The state as a page gets it when it opens; of several that open at once, all get the same."""
+        """Returns the state that a new page gets. It is cached until the next update."""
         assert self.run is not None
         if self._snapshot is None:
             run = self.run

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a run: a collector that every poll of the run updates, and every scrape reads."""
+"""Prometheus metrics of a run. Every poll of the run updates the collector, and every scrape reads it."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from keepstep.trace.timeline.scene import Scene
 from keepstep.trace.timeline.stragglers import NAMES
 
 MAX_RANK_SERIES = 64
-"""In a larger world no rank gets a series of its own, unless it is a straggler."""
+"""In a larger world, only stragglers have time series of their own."""
 PHASE_BOUNDS_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0),
 )
-"""From 0.1 ms, what an optimizer takes on a small model, to longer than any phase should."""
+"""From 0.1 ms, the optimizer's time for a small model, to longer than any phase should take."""
 RECOVERY_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
 
 _NAMES = dict(NAMES) | {Phase.SYNCED: "synced"}
-"""A worker that starts is in no step, so its phase is none."""
+"""Names of the phases of a step. `Phase.STARTING` is not part of a step."""
 _OWN = tuple(NAMES.values())
-"""The phases in which a rank works by itself; in the others it waits for its peers."""
+"""Names of the phases in which a rank computes; in the others it waits for its peers."""
 
 
 class Buckets:
-    """Histograms of one metric, one for each value of its label; filled by whole arrays."""
+    """Histograms of one metric, one for each value of its label. They take whole arrays of observations."""
 
     def __init__(self, labels: Sequence[str], bounds_s: Sequence[float]) -> None:
         self._labels = labels
@@ -58,11 +58,11 @@ class Buckets:
         self._sums_s = np.zeros(len(labels))
 
     def add(self, labels: NDArray[np.intp], seconds: NDArray[np.float64]) -> None:
-        """Takes observations.
+        """Adds observations.
 
         Args:
-            labels: of each, as an index into the labels.
-            seconds: what was observed.
+            labels: index of each observation's label.
+            seconds: the observed durations.
         """
         num_labels, num_buckets = self._counts.shape
         places = labels * num_buckets + np.searchsorted(self._bounds_s, seconds)
@@ -70,7 +70,7 @@ class Buckets:
         self._sums_s += np.bincount(labels, weights=seconds, minlength=num_labels)
 
     def family(self, name: str, text: str, label: str) -> HistogramMetricFamily:
-        """The histograms as they are exposed; those without any observation too, so that a rate begins at zero."""
+        """Returns the histograms for a scrape. Empty ones are included, so that a rate begins at zero."""
         family = HistogramMetricFamily(name, text, labels=[label])
         bounds = [*map(str, self._bounds_s.tolist()), "+Inf"]
         totals = self._counts.cumsum(axis=1).tolist()
@@ -80,20 +80,20 @@ class Buckets:
 
 
 class RunCollector(Collector):
-    """What has been counted of one run. The caller polls the run and hands over the news; all on one thread."""
+    """Collects the metrics of one run. The caller polls the run and passes the news to `observe`, on one thread."""
 
     def __init__(self, run: Run) -> None:
         """Args:
-        run: that has not been polled yet; what came before is never told.
+        run: a run that has not been polled yet, because the collector counts only the news that it gets.
         """
         self._run = run
         self._finished = FinishedScenes(run)
-        # Every cause is there from the start: a counter that begins at 1 has no increase.
+        # Every cause has a counter from the start, because Prometheus sees no increase if a counter begins at 1.
         self._recoveries = Counter({str(cause): 0 for cause in Cause})
         self._failures = self._recoveries.copy()
         self._num_recomputed = 0
         self._recomputed_of_late = 0
-        """The most that one of the recoveries says that have overtaken each other since training last resumed."""
+        """The maximum of `steps_recomputed` over the recoveries since training last resumed."""
         self._restored_bytes = 0
         self._last_s = run.info.started_ns / 1e9
         self._rank_steps = np.full(min(run.info.settings.world_size, MAX_RANK_SERIES), -1, np.int64)
@@ -106,7 +106,7 @@ class RunCollector(Collector):
     # ---- in ---------------------------------------------------------------------------------------------------------
 
     def observe(self, news: News) -> None:
-        """Counts what a poll of the run has brought."""
+        """Counts the news of a poll."""
         if news.events:
             self._last_s = max(self._last_s, *(event.at_s for event in news.events))
         if len(news.changes):
@@ -140,7 +140,7 @@ class RunCollector(Collector):
         reached = {name: end - begin for name, begin, end in record.parts() if begin is not None and end is not None}
         places = np.array([PARTS.index(name) for name in reached], np.intp)
         self._recovery_s.add(places, np.array(list(reached.values())))
-        # One that was overtaken has computed nothing again: the one that overtook it begins from there.
+        # A superseded recovery has recomputed nothing; the recovery that superseded it starts from the same step.
         self._recomputed_of_late = max(self._recomputed_of_late, record.steps_recomputed or 0)
         if record.resumed_s is not None:
             self._num_recomputed += self._recomputed_of_late
@@ -149,7 +149,7 @@ class RunCollector(Collector):
     # ---- out --------------------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, as it is now."""
+        """Yields all metrics with their current values."""
         yield from self._about_the_run()
         yield from self._about_steps()
         yield from self._about_snapshots()
@@ -344,5 +344,5 @@ class RunCollector(Collector):
 
 
 def _index_of_phases(names: Sequence[str]) -> NDArray[np.intp]:
-    """For each phase by its number the index of its name; -1 where it has none."""
+    """Returns, for each phase by its number, the index of its name; -1 if it is not among the names."""
     return np.array([names.index(_NAMES[phase]) if _NAMES.get(phase) in names else -1 for phase in PHASES], np.intp)

@@ -1,4 +1,4 @@
-"""Starts the dashboard's process, and ends it."""
+"""Starts and ends the dashboard's process."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ TOKEN = "viewer.token"
 START_DEADLINE_S = 30.0
 END_DEADLINE_S = 5.0
 UNREAD_MS = 20_000
-"""The kernel ends a connection whose other side takes nothing for so long."""
+"""The kernel ends a connection if sent data stays unacknowledged for this long (TCP_USER_TIMEOUT)."""
 BACKLOG = 1024
-"""Connections that wait to be accepted: a browser with all its tabs, many times over."""
+"""Number of connections that may wait to be accepted: much more than the tabs of a browser."""
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
 def listen(address: str, flag: str) -> socket.socket:
-    """A listening socket at HOST:PORT; of the default, at any other port if that one is taken.
+    """Opens a listening socket at HOST:PORT. If the default port is in use, it takes any free port.
 
     Args:
-        address: as the user gave it; a missing host is 127.0.0.1, port 0 is any free one.
-        flag: that named it, for the error.
+        address: the address from the user. A missing host means 127.0.0.1; port 0 means any free port.
+        flag: the flag with the address, for error messages.
 
     Raises:
-        ConfigurationError: it cannot be listened at, or what a dashboard needs is not installed.
+        ConfigurationError: the address is invalid or in use, or a package for the dashboard is not installed.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -72,13 +72,13 @@ def _bound(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def serving(folder: Path, address: str, flag: str) -> Iterator[str]:
-    """Serves the run in ``folder`` until the block is left; yields the link to open, token included.
+    """Serves the run in ``folder`` until the block exits. Yields the URL to open, with the token.
 
-    The process lives apart from the job: it leads a session of its own, and ends when this one does, however that is.
+    The dashboard's process runs in its own session (setsid), and ends when this process ends, for whatever reason.
 
     Raises:
-        ConfigurationError: it cannot listen there.
-        PeerLost: it did not come up.
+        ConfigurationError: see `listen`.
+        PeerLost: the process did not start.
     """
     listening = listen(address, flag)
     host, port = listening.getsockname()[:2]
@@ -114,7 +114,7 @@ def serving(folder: Path, address: str, flag: str) -> Iterator[str]:
 
 
 def _await_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    """Connections wait in the socket's queue until the process serves, so one answer is awaited, nothing polled."""
+    """Waits until the process serves, with a single request: it stays in the socket's queue until then."""
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=START_DEADLINE_S):
             return
@@ -136,14 +136,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _token(folder: Path) -> str:
-    """The viewer's token of a folder: the one that lies there, so that a page left open stays let in, or a new one."""
+    """Returns the viewer's token of a folder. It reuses the token in the folder, so that open pages stay logged in."""
     path = folder / TOKEN
     with contextlib.suppress(OSError):
         if (token := path.read_text(encoding="ascii").strip()) and path.stat().st_mode & 0o077 == 0:
             return token
     token = secrets.token_urlsafe(24)
     draft = path.with_name(TOKEN + ".draft")
-    with contextlib.suppress(OSError):  # a folder that can only be read: the token is in the link alone
+    with contextlib.suppress(OSError):  # if the folder is read-only, only the URL has the token
         draft.unlink(missing_ok=True)
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(token + "\n")

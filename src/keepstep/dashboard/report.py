@@ -22,20 +22,20 @@ from keepstep.trace.timeline.scene import Scene
 
 STATIC = Path(__file__).with_name("static")
 MAX_CHANGES = 200_000
-"""Phase changes in a report, which take about 4 MB. A longer run keeps those around its recoveries."""
+"""Maximum number of phase changes in a report, about 4 MB. For a longer run it has those around the recoveries."""
 MAX_RECOVERIES = 20
-"""In such a run, the first so many recoveries keep their phases, and the last."""
+"""The report of such a run has the phases of the first and the last recoveries, this many each."""
 MAX_EVENTS = 1000
-"""The first so many events are listed, and the last."""
+"""A report lists the first and the last events, this many each."""
 MARGIN_NS = 60_000_000_000
-"""How long before and after a recovery phases are kept at most."""
+"""Maximum time before and after a recovery for which the report has phases."""
 
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
 def html_report(run: Run) -> str:
-    """The report of a run, after its `Run.poll`."""
+    """Returns the report of a run as HTML. The caller must have called `Run.poll`."""
     style, script = _style(), _script()
     policy = f'<meta http-equiv="Content-Security-Policy" content="{security_policy()}">'
     data = _element("report", story(run)) + _element("page", page_data(run))
@@ -54,7 +54,7 @@ def html_report(run: Run) -> str:
 
 @functools.cache
 def security_policy() -> str:
-    """What a report may do: run its own script and use its own style sheet, and nothing else."""
+    """Returns the content security policy of a report. It allows only the report's own script and style sheet."""
     return (
         f"default-src 'none'; script-src '{_digest(_script())}'; style-src '{_digest(_style())}'; img-src data:; "
         "base-uri 'none'"
@@ -62,7 +62,7 @@ def security_policy() -> str:
 
 
 def page_data(run: Run) -> dict[str, Any]:
-    """What the page draws: the state at the end, and the phases of the run, or those around its recoveries."""
+    """Returns the data that the page draws: the state at the end, and all phases or those around the recoveries."""
     events = run.events
     if len(events) > 2 * MAX_EVENTS:
         events = [*events[:MAX_EVENTS], *events[-MAX_EVENTS:]]
@@ -74,7 +74,7 @@ def page_data(run: Run) -> dict[str, Any]:
 
 
 def _windows(run: Run) -> list[dict[str, Any]]:
-    """Stretches of time with all their phases."""
+    """Returns the time windows of the report with their phases."""
     started_ns, end_ns = run.info.started_ns, max(run.history.end_ns, round(run.now_s * 1e9)) + 1
     if run.history.num <= MAX_CHANGES:
         return [_window(run, started_ns, end_ns, end_ns, MAX_CHANGES)]
@@ -94,7 +94,8 @@ def _around(run: Run, scene: Scene, most: int) -> dict[str, Any]:
 
 
 def _window(run: Run, begin_ns: int, end_ns: int, middle_ns: int, most: int) -> dict[str, Any]:
-    """The phases in a stretch of time, or ``most`` of them, as many before ``middle_ns`` as after it if there are."""
+    """Returns a time window with its phase changes. If there are more than ``most``, it is shortened around
+    ``middle_ns``, with as many changes before as after it if possible."""
     changes = run.history.records(begin_ns, end_ns)
     if len(changes) > most:
         middle = int(changes["at_ns"].searchsorted(middle_ns))
@@ -116,7 +117,7 @@ def _style() -> str:
 
 @functools.cache
 def _script() -> str:
-    """The page's modules as one, each after those that it imports."""
+    """Concatenates the page's modules, each after those that it imports."""
     texts: dict[str, str] = {}
 
     def add(name: str) -> None:
@@ -135,7 +136,7 @@ def _digest(text: str) -> str:
 
 
 def _element(name: str, data: dict[str, Any]) -> str:
-    """JSON inside of a page: it cannot end the element that it stands in."""
+    """Returns an HTML element with JSON, escaped so that it cannot end the element."""
     text = json.dumps(data, separators=(",", ":"))
     text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     return f'<script type="application/json" id="{name}">{text}</script>\n'

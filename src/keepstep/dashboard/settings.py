@@ -6,11 +6,14 @@ import msgspec
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One line of JSON on standard input: so the token is in no process list and in no environment."""
+    """Settings that the dashboard's process reads as a line of JSON from standard input.
+
+    So the token appears neither in the process list nor in the environment.
+    """
 
     folder: str
-    """Of a run, or of several."""
+    """Folder of a run, or of several runs."""
     descriptor: int
-    """The listening socket, inherited."""
+    """File descriptor of the inherited listening socket."""
     token: str
     cookie: str

@@ -10,14 +10,14 @@ from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.scene import Scene
 
 CHECKPOINT_INTERVALS_S = (300, 1800)
-"""Of the job that restarts from checkpoints, to compare with."""
+"""Checkpoint intervals of the job with which a report compares: one that restarts from checkpoints."""
 
 
 def story(run: Run) -> dict[str, Any]:
-    """Everything that a report says in numbers. Seconds are since the start of the run, if they are moments.
+    """Returns all numbers of a report. Times are seconds since the start of the run.
 
     Args:
-        run: after its `Run.poll`.
+        run: the run, after its `Run.poll`.
     """
     info, started_s = run.info, run.info.started_ns / 1e9
     recoveries = [_recovery(scene, started_s) for scene in run.scenes]
@@ -65,9 +65,9 @@ def _lost(run: Run) -> list[tuple[float, float]]:
 
 
 def startup_s(run: Run) -> float | None:
-    """From the start of the run to its first forward; None if it did not get there."""
+    """Returns the seconds from the start of the run to its first forward; None if there was none."""
     resumed_s = next((event.at_s for event in run.events if event.kind == "training resumed"), None)
-    # The log of phases may have lost its beginning; the journal never has.
+    # The beginning of the phase log may have been removed. The journal is always complete.
     known = [] if resumed_s is None else [resumed_s]
     if run.pace.first_forward_ns is not None:
         known.append(run.pace.first_forward_ns / 1e9)
@@ -75,14 +75,14 @@ def startup_s(run: Run) -> float | None:
 
 
 def restart(run: Run) -> dict[str, Any] | None:
-    """What the failures of a run would have cost a job that restarts from checkpoints.
+    """Estimates the cost of the run's failures for a job that restarts from checkpoints.
 
-    Each failure costs it one start, as long as the start of this run, and half an interval between two checkpoints on
-    average, for the failure comes at any moment of it. Everything else is taken to cost it nothing: noticing the
-    failure, writing checkpoints, reading one, finding a replacement. Failures that were repaired together count once.
+    Each failure costs one start, as long as that of this run, and on average half a checkpoint interval. Everything
+    else counts as free: detecting the failure, writing and loading checkpoints, and finding a replacement. Failures
+    that one recovery has repaired count once.
 
     Returns:
-        None if nothing failed, or the run never began to train.
+        None if nothing failed, or if the run did not begin to train.
     """
     start_s, lost = startup_s(run), _lost(run)
     if start_s is None or not lost:

@@ -13,7 +13,7 @@ FOLDER = ["folder"]
 
 
 def about_weights(run: Run) -> Iterator[Metric]:
-    """Everything, as it is now; nothing where no weights are published."""
+    """Yields all metrics with their current values; none if no weights are published."""
     publications = list(run.publications.found.values())
     if not publications:
         return

@@ -1,4 +1,4 @@
-"""The page's data: a run as plain data. All times are whole microseconds since the run's start."""
+"""The data of the dashboard's page: a run as plain data. Times are whole microseconds since the run's start."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from keepstep.trace.weights.publications import describe_publication
 
 MAX_EVENTS = 200
 MAX_GONE = 2048
-"""Workers that are gone: enough for a job of 1,024 ranks that has lost each of them once."""
+"""Maximum number of ended workers: enough for a job of 1,024 ranks that has lost each of them once."""
 
 
 def micros(run: Run, at_s: float | None) -> int | None:
-    """A time on the controller's clock in seconds as the page knows it."""
+    """Converts a time from seconds on the job's clock to microseconds since the run's start."""
     return None if at_s is None else round((at_s - run.info.started_ns / 1e9) * 1e6)
 
 
 def describe_run(run: Run) -> dict[str, Any]:
-    """What stays, and how it ended."""
+    """Describes the run: its constant data, and how it ended."""
     ended = run.info.ended
     return {
         "id": run.info.run,
@@ -42,7 +42,7 @@ def describe_run(run: Run) -> dict[str, Any]:
 
 
 def describe_job(run: Run) -> dict[str, Any]:
-    """The cards: where the job is, and how it has fared."""
+    """Describes the state of the job, for the cards at the top of the page."""
     now_s, goodput = run.now_s, run.goodput
     rate = run.pace.steps_per_s(round(now_s * 1e9))
     return {
@@ -61,7 +61,7 @@ def describe_job(run: Run) -> dict[str, Any]:
 
 
 def _describe_snapshots(run: Run) -> dict[str, int | None] | None:
-    """The newest step to which all ranks can go back in memory; None if no rank has taken a snapshot."""
+    """Describes the snapshots in memory; None if no rank has taken one. ``step`` is the newest that all ranks have."""
     taken = run.snapshots
     if not taken.num_taken:
         return None
@@ -75,7 +75,7 @@ def _describe_snapshots(run: Run) -> dict[str, int | None] | None:
 
 
 def describe_workers(run: Run) -> list[dict[str, Any]]:
-    """The live workers by rank, the spares, and then those that are gone, the newest first."""
+    """Describes the live workers by rank, then the spares, then the ended ones, newest first."""
     roster = run.job.roster
     living = sorted(roster.holders(), key=lambda worker: worker.rank or 0)
     spares = sorted(roster.spares(), key=lambda worker: worker.worker)
@@ -108,7 +108,7 @@ def _state(worker: Worker) -> str:
 
 
 def describe_scene(run: Run, scene: Scene) -> dict[str, Any]:
-    """One recovery, with the report's own numbers."""
+    """Describes one recovery, with the numbers of the report."""
     record = scene.record
     failures = [
         {
@@ -140,7 +140,7 @@ def describe_scene(run: Run, scene: Scene) -> dict[str, Any]:
 
 
 def _describe_spans(run: Run, scene: Scene) -> list[dict[str, Any]]:
-    """Ranks that were at the same for the same time (mostly those of a node) are told of together."""
+    """Describes the spans of a recovery. Ranks with equal spans, usually those of a node, share an entry."""
     together: dict[tuple[str, int | None, int | None], list[int]] = {}
     for span in scene.spans():
         when = (micros(run, span.begin_s), micros(run, span.end_s))
@@ -151,7 +151,7 @@ def _describe_spans(run: Run, scene: Scene) -> list[dict[str, Any]]:
 
 
 def describe_stragglers(stragglers: list[Straggler]) -> list[dict[str, Any]]:
-    """Who is slow, the worst first."""
+    """Describes the stragglers, the slowest first."""
     return [
         {
             "rank": each.rank,
@@ -165,16 +165,16 @@ def describe_stragglers(stragglers: list[Straggler]) -> list[dict[str, Any]]:
 
 
 def describe_weights(run: Run) -> list[dict[str, Any]]:
-    """What is published, by folder."""
+    """Describes the published weights of each folder."""
     return [describe_publication(each, run.now_s) for each in run.publications.found.values()]
 
 
 def describe_state(run: Run, events: Sequence[ControlEvent]) -> dict[str, Any]:
-    """All that a page shows when it opens, except for the phases.
+    """Describes everything that a page shows when it opens, except the phases.
 
     Args:
-        run: after its `Run.poll`.
-        events: those that the page lists, oldest first.
+        run: the run, after its `Run.poll`.
+        events: the events that the page lists, oldest first.
     """
     return {
         "run": describe_run(run),
@@ -189,12 +189,12 @@ def describe_state(run: Run, events: Sequence[ControlEvent]) -> dict[str, Any]:
 
 
 def describe_event(run: Run, event: ControlEvent) -> dict[str, Any]:
-    """One line of the log."""
+    """Describes one event of the log."""
     return {**event._asdict(), "at": micros(run, event.at_s)}
 
 
 def describe_phases(run: Run, changes: PhaseArray) -> dict[str, list[int]]:
-    """Phase changes as columns: time, rank (-1: a spare), worker, generation, step, phase. Moments are among them."""
+    """Returns phase changes and moments as columns: time, rank (-1: a spare), worker, generation, step, phase."""
     return {
         "t": ((changes["at_ns"] - np.int64(run.info.started_ns)) // 1000).tolist(),
         "r": changes["rank"].tolist(),
@@ -206,5 +206,5 @@ def describe_phases(run: Run, changes: PhaseArray) -> dict[str, list[int]]:
 
 
 def describe_overview(run: Run) -> dict[str, Any]:
-    """Completed steps in each stretch of time since the start."""
+    """Describes the completed steps in each time bucket since the start."""
     return {"bucket": run.pace.bucket_ns // 1000, "steps": run.pace.buckets}

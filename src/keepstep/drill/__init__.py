@@ -1,1 +1,1 @@
-"""Injects real faults into a real job, and reports whether the weights are identical."""
+"""Injects faults into the processes of a real job, and reports whether the weights are identical."""

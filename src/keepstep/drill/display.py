@@ -19,7 +19,7 @@ TABLE_COLUMNS = 116
 
 
 def introduce(num_faults: int) -> None:
-    """Says what is about to happen, for a user who has not seen a drill before."""
+    """Prints what the drill is going to do."""
     how = "both times without failures"
     if num_faults:
         faults = f"{num_faults} fault{'s' if num_faults != 1 else ''}"
@@ -30,16 +30,16 @@ def introduce(num_faults: int) -> None:
 
 
 async def follow(title: str, job: Job) -> None:
-    """Says which run this is, then follows it."""
+    """Prints which run this is, then its recoveries until it ends."""
     Console(stderr=True).print(f"[bold]run {title}[/bold]")
     await follow_job(job.controller.job, job.agent.status)
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints the table of a drill's result, and what the drill found."""
+    """Prints the result of a drill."""
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, TABLE_COLUMNS)  # a file or a pipe has no width: do not fold the table
+        console.width = max(console.width, TABLE_COLUMNS)  # do not wrap the table in a file or a pipe
     if result["faults"]:
         _show_faults(console, result["faults"])
     if result["step_ms"] is not None:

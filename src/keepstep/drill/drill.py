@@ -26,40 +26,40 @@ from keepstep.trace.timeline.describe import describe_recovery
 
 OBSERVER = "keepstep.drill.worker_injector:install"
 REFERENCE, STRUCK, REPEATED = "reference", "with-faults", "repeated"
-"""The folders of the runs: the first, and the second with faults or without."""
+"""Folder names of the first run, of a second run with faults, and of a second run without faults."""
 TITLES = {REFERENCE: "without failures", STRUCK: "with failures", REPEATED: "without failures, again"}
 WORKING_DIR = "work"
-"""Of a run, in its folder, where files are compared."""
+"""The working directory of a run below its folder, if files are compared."""
 CLOSE_S = 0.5
-"""By how much the agent's idea of when a rank was lost may lie before the fault: a hang counts from the last move."""
+"""How long before the fault the agent may date the loss of a rank: it dates a hang at the rank's last progress."""
 OnProgress = Callable[[str, Job], Awaitable[None]]
 
 
 class DrillFailed(KeepstepError):
-    """A run of the drill did not reach its end, so that there is nothing to compare."""
+    """A run of the drill did not complete, so that there is nothing to compare."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drill:
-    """What a drill does beside running a job twice."""
+    """The settings of a drill, besides those of the job."""
 
     faults: list[DrillFault]
-    """What happens to the second run; nothing where it is empty."""
+    """Faults of the second run; may be empty."""
     patterns: tuple[str, ...] = ()
-    """Which files are compared; with any, each run has a working directory of its own."""
+    """Patterns of the files to compare. If there are any, each run has its own working directory."""
 
     awaits_spares: bool = True
-    """Whether a fault is put off until a spare is warm."""
+    """Whether a fault waits until a spare is warm."""
 
     @property
     def second(self) -> str:
-        """The folder of the second run."""
+        """Folder name of the second run."""
         return STRUCK if self.faults else REPEATED
 
 
 @dataclasses.dataclass
 class DrillRun:
-    """One of the two runs."""
+    """The results of one of the two runs."""
 
     report: dict[str, Any]
     records: list[RecoveryRecord]
@@ -69,7 +69,7 @@ class DrillRun:
 
     @property
     def digest(self) -> str:
-        """The digest that all ranks share, or that of each shard, or how replicas differ."""
+        """The common digest of all ranks; else the digest of each shard; else, if replicas differ, of each rank."""
         found = self.report["digests"]
         kinds = {(self._shard_of(rank), digest): None for rank, digest in found.items()}
         if not self.replicas_agree:
@@ -97,7 +97,7 @@ class DrillRun:
 
     @property
     def recorded(self) -> RecordedRun:
-        """What an explanation needs of it."""
+        """The part of the results that an explanation needs."""
         return RecordedRun(self.states, self.report["digests"], self.report["reason"], self.report["shards"])
 
 
@@ -106,14 +106,14 @@ def run_drill(options: JobOptions, drill: Drill, on_progress: OnProgress, folder
 
     Args:
         options: the job.
-        drill: what happens to it the second time, and what is compared.
-        on_progress: accompanies each of the runs.
-        folder: below it each of them gets its own, `REFERENCE` and the drill's second; those of an earlier drill are
-            moved aside.
+        drill: the faults of the second run, and the files to compare.
+        on_progress: a coroutine function that runs next to each of the runs, with its title and job.
+        folder: the folder of the drill. Each run gets its own folder below it: `REFERENCE` and ``drill.second``. Those
+            of an earlier drill are moved aside.
 
     Raises:
-        DrillFailed: the run without failures failed by itself.
-        ConfigurationError: the job cannot be run as asked.
+        DrillFailed: the run without failures failed, or the second run did not start.
+        ConfigurationError: the job cannot run with these options, or another drill runs in the folder.
     """
     names = (REFERENCE, STRUCK, REPEATED)
     for name in names:
@@ -160,7 +160,7 @@ def _run(options: JobOptions, directory: Path, drill: Drill, on_progress: OnProg
 
 
 def _in_its_own_place(agent: AgentSettings, working_dir: Path, patterns: tuple[str, ...]) -> AgentSettings:
-    """The agent of a run that has its own working directory: the script is found from there, too."""
+    """Creates a run's own working directory. Returns the agent's settings with it and the script's absolute path."""
     make_working_dir(working_dir, patterns, Path.cwd())
     script, *arguments = agent.command
     if not agent.module and (not agent.raw or "/" in script):
@@ -202,19 +202,19 @@ def _compare(first: DrillRun, second: DrillRun, faults: list[DrillFault], direct
 
 
 def is_good(result: dict[str, Any]) -> bool:
-    """Whether a drill's result is a yes: identical weights and files, every fault happened, and no rank was lost by
-    an exception of its script's."""
+    """Whether a drill has passed: weights and files are identical, every fault was injected, and no rank was lost by an
+    exception of the script."""
     files_are_equal = all(file["difference"] is None for file in result["files"])
     return result["identical"] and not result["missed"] and not result["raised"] and files_are_equal
 
 
 def own_exceptions(records: Sequence[RecoveryRecord], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The ranks that were lost by an exception which no fault of the drill has raised.
+    """Returns a text for each rank that was lost by an exception which the drill has not injected.
 
-    They are replaced as any other lost rank, so that the weights come out right; but what raised is wrong.
+    keepstep replaces such a rank like any other, so the weights may still be identical. But the exception is an error.
 
     Args:
-        records: of the run with failures.
+        records: the recoveries of the run with failures.
         rows: its faults; see `_row`.
     """
     lost = {
@@ -234,15 +234,15 @@ def own_exceptions(records: Sequence[RecoveryRecord], rows: Sequence[dict[str, A
 
 
 def recovery_from(at_s: float, rank: int | None, records: Sequence[RecoveryRecord]) -> RecoveryRecord | None:
-    """The recovery that dealt with a fault, or None where no recovery lost this rank.
+    """Returns the recovery that a fault has caused; None if this rank was not lost.
 
-    Where a rank was lost more than once it is the recovery whose loss is nearest to the fault in time. The recovery may
-    have begun before the fault was struck: ranks that are lost one after the other can share one.
+    If the rank was lost more than once, it is the recovery whose loss is nearest to the fault in time. The recovery may
+    have begun before the fault, because one recovery can handle several losses.
 
     Args:
-        at_s: when the fault was struck, in monotonic seconds.
+        at_s: time of the fault, in monotonic seconds.
         rank: the rank that it hit.
-        records: of the run.
+        records: the recoveries of the run.
     """
     losses = [
         (abs(failure.since_s - at_s), number)
@@ -254,7 +254,8 @@ def recovery_from(at_s: float, rank: int | None, records: Sequence[RecoveryRecor
 
 
 def _row(fault: DrillFault, at_s: float, rank: int | None, records: list[RecoveryRecord]) -> dict[str, Any]:
-    """What became of one fault. A recovery that a further failure cut short ends with the one that took over."""
+    """Returns a fault's row of the result. If a further failure superseded its recovery, the row has the end of the
+    later recovery."""
     record = recovery_from(at_s, rank, records)
     row: dict[str, Any] = {
         "fault": fault.kind,

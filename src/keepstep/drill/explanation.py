@@ -1,4 +1,4 @@
-"""Explains why a drill says NO: the first step, values and ranks that differ, the fault before, and a likely cause.
+"""Explains why a drill prints NO: the first step, values and ranks that differ, the fault before, and a likely cause.
 
 Both runs have recorded each rank's state at the start of each step (`keepstep.drill.records`). If the state differs at
 the resume step, it was not restored correctly; if it differs only a step later, it was computed from something that is
@@ -15,11 +15,11 @@ from typing import Any
 from keepstep.drill.records import States, StepState
 
 NAMES_SHOWN = 3
-"""In the text; the JSON result has all."""
+"""How many names of differing values the text shows; the JSON result has all."""
 
 
 class Kind(enum.StrEnum):
-    """What a difference points to."""
+    """The likely cause of a difference."""
 
     BEGAN = "began differently"
     RANKS = "ranks differ without a failure"
@@ -32,20 +32,20 @@ class Kind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """The first states that differ, all of one step."""
+    """The first step at which states differ."""
 
     step: int
-    """The step that was to begin from them."""
+    """The step; the states are those at its start."""
     ranks: tuple[int, ...]
     names: tuple[str, ...]
-    """Of what differs on any of the ranks."""
+    """Names of the values that differ on any of the ranks."""
     at_s: float
-    """When the first of them was recorded in the later run, in monotonic seconds."""
+    """When the second run recorded the first of these states, in monotonic seconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """What is known of a NO. ``fault`` is the last one before the difference, as it was asked for."""
+    """Why a drill prints NO. ``fault`` is the specification of the last fault before the difference."""
 
     kind: Kind
     sentences: tuple[str, ...]
@@ -53,7 +53,7 @@ class Explanation:
     fault: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """As ``--json`` has it."""
+        """Returns the explanation in the form of ``--json``."""
         found = self.difference
         return {
             "kind": str(self.kind),
@@ -67,18 +67,18 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """One of the two runs, as far as an explanation needs it."""
+    """The data of one of the two runs that an explanation needs."""
 
     states: States
     digests: Mapping[str, str]
-    """By rank, of the state after the last step; empty where not all ranks completed it."""
+    """Rank -> digest of its state after the last step; empty if not all ranks completed that step."""
     reason: str = ""
     """Why the run ended."""
     shards: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """By rank; ranks of equal numbers hold the same. Empty: all do."""
+    """Rank -> number of its shard; empty if all ranks hold the same shard."""
 
     def replicas(self) -> list[States]:
-        """The states of each shard's ranks."""
+        """Returns the states for each shard, by rank."""
         found: dict[int, States] = {}
         for rank, steps in self.states.items():
             found.setdefault(self.shards.get(str(rank), 0), {})[rank] = steps
@@ -91,8 +91,7 @@ def explain(first: RecordedRun, second: RecordedRun, faults: Sequence[Mapping[st
     Args:
         first: the run without failures.
         second: the run with failures, or another one without.
-        faults: what was struck in the second, in the order of time: rows of the drill's result. None were asked for
-            where it is empty.
+        faults: the faults of the second run in order of time, as rows of the drill's result; may be empty.
     """
     for replicas in first.replicas():
         if len({first.digests.get(str(rank)) for rank in replicas}) > 1 and (found := first_disagreement(replicas)):
@@ -117,7 +116,7 @@ def explain(first: RecordedRun, second: RecordedRun, faults: Sequence[Mapping[st
 
 
 def first_difference(first: States, second: States) -> Difference | None:
-    """The first step that a rank began from another state in the second run than in the first, if there is one."""
+    """Returns the first step that a rank began from different states in the two runs; None if there is none."""
     for step in _steps_of(second):
         here = {
             rank: steps[step].differing(second[rank][step])
@@ -130,7 +129,7 @@ def first_difference(first: States, second: States) -> Difference | None:
 
 
 def first_disagreement(states: States) -> Difference | None:
-    """The first step that one of these replicas began from another state than the first did, if there is one."""
+    """Returns the first step that replicas of a shard began from different states; None if there is none."""
     for step in _steps_of(states):
         there = {rank: steps[step] for rank, steps in states.items() if step in steps}
         base = next(iter(there.values()))
@@ -167,7 +166,7 @@ def _no_difference(second: RecordedRun) -> Explanation:
 
 
 def _not_deterministic(step: int, num_faults: int) -> list[str]:
-    """There was no fault before the difference."""
+    """Returns the sentences for a difference before any fault."""
     text = (
         f"No fault had been injected by then. The script itself computes step {step - 1} differently: random numbers "
         "drawn outside of steps, the order of the data, the time of day, threads that add in another order?"

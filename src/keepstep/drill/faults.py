@@ -1,4 +1,4 @@
-"""Faults as text: what happens to which rank, and when.
+"""The specification of faults as text: what happens to which rank, and when.
 
 ::
 
@@ -8,7 +8,7 @@
     kill@phase=random,count=50,seed=3        fifty, at random instants, one after the other
     spare-kill@step=5                        kills a warm spare
 
-Several are separated by ``;``. ``none`` stands for no fault at all.
+Several faults are separated by ``;``. ``none`` means no fault at all.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ MOMENTS = ("stop", "reset", "restore")
 KEYS = ("step", "phase", "during", "rank", "count", "seed")
 PLAN_FILE = "faults.json"
 SPARES_SOCKET = "spares.sock"
-"""In a run's folder, where the faults wait for a warm spare: answers when there is one, or when none will come."""
+"""Socket in a run's folder. A rank connects to it before a step with a fault, and gets an answer when a spare is warm
+or when none will come."""
 HOLD_FILE = "hold"
-"""In a run's folder, while no rank may begin another step before a spare is warm: a fault from outside is due."""
+"""File in a run's folder. While it exists, no rank begins another step before a spare is warm, because a fault from
+outside is due."""
 NONE = "none"
-"""As a whole specification: nothing fails, so that both runs of a drill are undisturbed."""
+"""The specification without any fault: the drill runs the job twice without failures."""
 
 
 class DrillFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,19 +53,19 @@ class DrillFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def in_worker(self) -> bool:
-        """Whether the rank brings the fault upon itself, at an exact place; else it comes from outside."""
+        """Whether the rank injects the fault itself, at an exact place; otherwise the launcher does."""
         return self.kind != "spare-kill" and self.phase != "random"
 
 
 def parse(text: str, world_size: int) -> list[DrillFault]:
-    """The faults in a specification, in order.
+    """Returns the faults of a specification, in order.
 
     Args:
-        text: as in the module's description.
-        world_size: number of ranks; ranks that are not named are dealt out in turn.
+        text: the specification; see the module's docstring.
+        world_size: number of ranks. Faults without a rank are assigned to the ranks in turn.
 
     Raises:
-        ConfigurationError: names the part that is wrong and what is allowed.
+        ConfigurationError: the specification is invalid; the message names the part and the allowed values.
     """
     if text.strip() == NONE:
         return []
@@ -78,7 +80,7 @@ def parse(text: str, world_size: int) -> list[DrillFault]:
 
 
 def default_faults(world_size: int, first_step: int = 3, spacing: int = 8) -> list[DrillFault]:
-    """One kill in every phase of a step, on ranks in turn."""
+    """Returns one kill in every phase of a step, assigned to the ranks in turn."""
     return [
         DrillFault(number=n, kind="kill", step=first_step + n * spacing, phase=phase, rank=(n + 1) % world_size)
         for n, phase in enumerate(IN_A_STEP)
@@ -137,7 +139,7 @@ def _number(text: str, key: str, value: str) -> int:
 
 
 def _check_whole(text: str, kind: str, values: dict[str, str], numbers: dict[str, int]) -> None:
-    """Each kind of moment takes keys of its own; none is left out, and none would be ignored."""
+    """Checks that the keys fit the fault: none is missing, and none would be ignored."""
     needed, rule = {"step", "phase"}, "step= and phase= are needed, or during=; rank= may follow"
     allowed = needed | {"rank"}
     if kind == "spare-kill":
@@ -162,17 +164,17 @@ def _check_whole(text: str, kind: str, values: dict[str, str], numbers: dict[str
 
 
 def write_plan(run_dir: Path, faults: list[DrillFault]) -> None:
-    """Lays the faults where the workers of a run find them."""
+    """Writes the faults to a run's folder, where its workers read them."""
     (run_dir / PLAN_FILE).write_bytes(msgspec.json.encode(faults))
 
 
 def read_plan(run_dir: Path) -> list[DrillFault]:
-    """The faults of a run."""
+    """Reads the faults of a run."""
     return msgspec.json.decode((run_dir / PLAN_FILE).read_bytes(), type=list[DrillFault])
 
 
 def claim(run_dir: Path, fault: DrillFault, now_s: float) -> bool:
-    """Claims the one right to bring about a fault, and notes when; False if it has come about already."""
+    """Records that the caller injects a fault now. Returns False if a process has injected it already."""
     try:
         with (run_dir / f"fired-{fault.number}").open("x", encoding="ascii") as file:
             file.write(repr(now_s))
@@ -182,12 +184,12 @@ def claim(run_dir: Path, fault: DrillFault, now_s: float) -> bool:
 
 
 def is_fired(run_dir: Path, fault: DrillFault) -> bool:
-    """Whether a fault has come about."""
+    """Whether a fault has been injected."""
     return (run_dir / f"fired-{fault.number}").exists()
 
 
 def fired_at(run_dir: Path, fault: DrillFault) -> float | None:
-    """When a fault happened, in monotonic seconds; None if it never did."""
+    """Returns when a fault was injected, in monotonic seconds; None if it was not."""
     try:
         return float((run_dir / f"fired-{fault.number}").read_text(encoding="ascii"))
     except FileNotFoundError:

@@ -10,26 +10,26 @@ from keepstep.drill.saved import SUFFIXES, describe_difference
 
 _CHUNK_BYTES = 1 << 20
 _MAX_TEXT_BYTES = 16 << 20
-"""Larger files are no text, and hold no path that is looked for."""
+"""Larger files are not treated as text, in which paths of the working directory are replaced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ComparedFile:
-    """One file, or a pattern that no file matches."""
+    """The result of comparing one file, or a pattern that matches no file."""
 
     file: str
-    """Its path in the working directory."""
+    """Path relative to the working directory, or the pattern."""
     difference: str | None
-    """None where both runs wrote the same."""
+    """None if the two runs have written the same."""
 
 
 def compare_files(first: Path, second: Path, patterns: Sequence[str]) -> list[ComparedFile]:
-    """Compares the files of two working directories. Its own directory's path in a file is the same to both runs.
+    """Compares the files of two working directories. It ignores that each run writes its own directory's path.
 
     Args:
-        first: that of the run without failures.
-        second: that of the other run.
-        patterns: of the files, relative to either directory; a folder stands for all files in it.
+        first: working directory of the run without failures.
+        second: working directory of the other run.
+        patterns: glob patterns relative to the directories. A folder means all files in it.
     """
     compared: dict[str, ComparedFile] = {}
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""Injects faults into a job from outside: at random instants, and into spares; and watches whether a spare is warm."""
+"""Injects faults from outside of the workers: at random instants, and into spares. Tells ranks when a spare is warm."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "segv": signal.SIGSEG
 
 
 class OutsideInjector:
-    """Brings about the faults that no rank can bring upon itself. ``fired`` lists each with its time and rank.
+    """Injects the faults that no rank can inject itself. ``fired`` lists each with its time and rank.
 
-    It also tells the ranks, which wait before a step with a fault, when a spare is warm.
+    It also answers ranks that wait for a warm spare before a step with a fault.
     """
 
     def __init__(self, faults: list[DrillFault], *, awaits_spares: bool) -> None:
@@ -32,7 +32,7 @@ class OutsideInjector:
         self.fired: list[tuple[DrillFault, float, int | None]] = []
 
     async def accompany(self, job: Job) -> None:
-        """Runs beside the job until it has ended, or all faults have come about and no rank may ask for a spare."""
+        """Runs next to the job until it has ended, or until all faults are injected if no rank waits for spares."""
         everything = asyncio.gather(*(self._bring_about(fault, job) for fault in self._faults))
         if not self._awaits_spares or not job.controller.job.settings.num_spares:
             await everything
@@ -46,12 +46,12 @@ class OutsideInjector:
                 self._is_over = True
 
     async def _warm_spare(self, job: Job) -> bool:
-        """Waits until a spare is warm; False when none will be, as things are."""
+        """Waits until a spare is warm. Returns False if no spare will be warm."""
         await self._until(job, lambda: self._is_over or has_warm_spare(job) or not spare_will_come(job))
         return has_warm_spare(job)
 
     async def _hold_for_a_spare(self, job: Job) -> None:
-        """Lets no rank begin another step before a spare is warm; nothing where none is waited for."""
+        """Holds all ranks between two steps until a spare is warm, unless the drill does not wait for spares."""
         if not self._awaits_spares or not job.controller.job.settings.num_spares or has_warm_spare(job):
             return
         hold = job.agent.settings.run_dir / HOLD_FILE
@@ -74,7 +74,7 @@ class OutsideInjector:
             rank = generator.randrange(job.controller.job.settings.world_size) if fault.rank is None else fault.rank
             known = len(job.controller.job.records)
             if job.controller.job.digests:
-                return  # a rank has completed the last step, and the code after it is the script's own
+                return  # a rank has completed the last step: keepstep does not protect the code after it
             if self._strike(fault, job, rank):
                 await self._until(job, functools.partial(self._has_more_records, job, known))
 
@@ -109,7 +109,7 @@ class OutsideInjector:
 
     @staticmethod
     def _is_training(job: Job) -> bool:
-        """Training, and at least one step was completed since the last recovery."""
+        """Whether the job is training and has completed a step since the last recovery."""
         machine = job.controller.job
         if machine.stage is not Stage.TRAINING:
             return False
@@ -121,7 +121,7 @@ class OutsideInjector:
 
     @staticmethod
     async def _until(job: Job, condition: Callable[[], bool]) -> bool:
-        """Waits for ``condition()``; False when the job has finished its steps first."""
+        """Waits for ``condition()``. Returns False if the job has finished its steps before."""
         while job.controller.job.stage not in (Stage.FINISHED, Stage.RESCUING, Stage.ENDED):
             if condition():
                 return True
@@ -130,11 +130,11 @@ class OutsideInjector:
 
 
 def has_warm_spare(job: Job) -> bool:
-    """Whether a spare can take a rank at once: it stands at its first step, or goes no further without a rank."""
+    """Whether a spare can take a rank at once: it waits at its first step, or cannot continue without a rank."""
     return any(spare.ready is not None or spare.awaits_rank for spare in job.controller.job.roster.spares())
 
 
 def spare_will_come(job: Job) -> bool:
-    """Whether a spare is under way, or is started as soon as a recovery is over."""
+    """Whether a spare is starting, or will be started when the current recovery is over."""
     machine = job.controller.job
     return bool(machine.roster.spares()) or machine.stage is not Stage.TRAINING

@@ -1,6 +1,6 @@
-"""What each rank's state was at every step of a run: written by its workers, read by the drill when the run is over.
+"""Records of each rank's state at every step of a run. Workers write them; the drill reads them after the run.
 
-Each worker appends to a file of its own, one line for each state, so that a worker that is killed leaves whole lines.
+Each worker appends one line for each state to its own file, so that a killed worker leaves complete lines.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from keepstep.protocol.phases import Phase
 from keepstep.protocol.worker import WorkerMachine
 
 FOLDER = "states"
-"""Of a run's folder."""
+"""Folder of the records below a run's folder."""
 FINISHED = "finished"
 """The moment after the last step, as `keepstep.worker.session.Session` names it to its observer."""
 
 HOLDS_NAN = "nan"
-"""Begins the digest of a tensor that holds NaN, as `keepstep.worker.state.digests` writes it."""
+"""Prefix of the digest of a tensor that holds NaN, from `keepstep.worker.state.digests`."""
 
 
 class _Line(msgspec.Struct, frozen=True, array_like=True):
-    """One state in a worker's file. ``names`` is None where they are those of the line before."""
+    """One state in a worker's file. ``names`` is None if they equal those of the line before."""
 
     rank: int
     step: int
@@ -38,17 +38,17 @@ class _Line(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepState:
-    """The state of one rank from which a step began, or the job ended."""
+    """The state of one rank at the start of a step, or after the last one."""
 
     at_s: float
-    """When, in monotonic seconds."""
+    """When it was recorded, in monotonic seconds."""
     names: tuple[str, ...]
-    """Of everything protected."""
+    """Names of all protected values."""
     digests: tuple[str, ...]
-    """In the order of the names."""
+    """Their digests, in the same order."""
 
     def differing(self, other: StepState) -> list[str]:
-        """The names whose digests differ, or that only one of the states has, in this state's order."""
+        """Returns the names whose digests differ, or that only one state has, in this state's order."""
         if (self.names, self.digests) == (other.names, other.digests):
             return []
         mine = dict(zip(self.names, self.digests, strict=True))
@@ -57,18 +57,18 @@ class StepState:
 
 
 States: TypeAlias = dict[int, dict[int, StepState]]
-"""rank -> step -> the state that the step began from; after the last step, under the number of the next."""
+"""rank -> step -> state at the start of the step. The state after the last step has the number of the next one."""
 
 
 class StateSource(Protocol):
-    """What a recorder needs of a worker's `keepstep.worker.coordination.Coordination`."""
+    """The part of `keepstep.worker.coordination.Coordination` that a recorder needs."""
 
     machine: WorkerMachine
     digests: Callable[[], dict[str, str]]
 
 
 class StateRecorder:
-    """Records a worker's state at the beginning of each step, and after the last. Runs in its training thread."""
+    """Records a worker's state at the start of each step and after the last one. Runs in its training thread."""
 
     def __init__(self, worker: StateSource, run_dir: Path) -> None:
         self._worker = worker
@@ -79,7 +79,11 @@ class StateRecorder:
         self._names: tuple[str, ...] | None = None
 
     def observe(self, moment: str) -> None:
-        """A moment of this rank's step or recovery has come."""
+        """Records the state if a step begins, or after the last one.
+
+        Args:
+            moment: the rank's current moment in a step or a recovery.
+        """
         if moment == FINISHED or (moment == Phase.FORWARD and self._is_between_steps):
             self._record()
         if moment in list(Phase):
@@ -100,15 +104,15 @@ class StateRecorder:
 
 
 def read_states(run_dir: Path) -> States:
-    """The states of all ranks of a run that is over.
+    """Reads the states of all ranks of an ended run.
 
-    A step that a rank began more than once counts by the last time, also if another process began it.
+    If a rank began a step more than once, the last time counts, even in another process.
     """
     found: States = {}
     folder = run_dir / FOLDER
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         names: tuple[str, ...] = ()
-        for text in path.read_bytes().split(b"\n")[:-1]:  # behind the last newline is what a killed worker began
+        for text in path.read_bytes().split(b"\n")[:-1]:  # drops a line that a killed worker did not complete
             line = msgspec.json.decode(text, type=_Line)
             names = names if line.names is None else line.names
             steps = found.setdefault(line.rank, {})

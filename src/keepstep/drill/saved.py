@@ -1,4 +1,4 @@
-"""Two files of ``torch.save``, compared value by value: equal values do not always make equal bytes."""
+"""Compares two files of ``torch.save`` value by value, because equal values do not always give equal bytes."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 import torch
 
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
-"""Of files that ``torch.save`` writes, by habit."""
+"""Common file name suffixes of files from ``torch.save``."""
 
 
 def describe_difference(first: Path, second: Path, folders: Sequence[str] = ("", "")) -> str | None:
-    """The first value in which two files differ, or None where all are equal, bit for bit.
+    """Describes the first value in which two files differ. Returns None if all values are equal bit for bit.
 
-    Only what ``torch.load(weights_only=True)`` reads is loaded: a pickle of anything else could run code.
+    It loads the files with ``torch.load(weights_only=True)``, because other pickles could run code.
 
     Args:
         first: one of the files.
         second: the other.
-        folders: of the first run and of the second one: paths that begin with them are the same where their rest is.
+        folders: folder of the first run and of the second one. Strings with these paths are compared relative to them.
     """
     try:
         loaded = [torch.load(path, map_location="cpu", weights_only=True) for path in (first, second)]
-    except Exception as error:  # a file may be broken in any way, and is not the same in any case
+    except Exception as error:  # the file may be broken in any way; the bytes differ in any case
         reason = str(error).strip().partition("\n")[0]
         return f"its bytes differ, and torch.load(weights_only=True) does not read it: {reason:.120}"
     return _compare("", *(_without(folder, value) for folder, value in zip(folders, loaded, strict=True)))
 
 
 def _without(folder: str, value: Any) -> Any:
-    """A value in which paths are relative to a folder: Lightning's checkpoints hold absolute ones."""
+    """Returns a value with paths relative to a folder. Lightning's checkpoints contain absolute paths."""
     if isinstance(value, str):
         return value.replace(folder, ".") if folder else value
     if isinstance(value, Mapping):
@@ -42,7 +42,7 @@ def _without(folder: str, value: Any) -> Any:
 
 
 def _compare(path: str, first: Any, second: Any) -> str | None:
-    """What differs below ``path``, the place of the values as Python would write it."""
+    """Describes the first difference below ``path``, a Python expression for the position of the values."""
     where = path or "its value"
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return _compare_tensors(where, first.detach(), second.detach())
@@ -56,7 +56,7 @@ def _compare(path: str, first: Any, second: Any) -> str | None:
             return f"{where} has {len(first)} and {len(second)} items"
         items = [(f"{path}[{index}]", *pair) for index, pair in enumerate(zip(first, second, strict=True))]
         return next((found for item in items if (found := _compare(*item))), None)
-    is_same = type(first) is type(second) and (first == second or repr(first) == repr(second))  # nan is not nan
+    is_same = type(first) is type(second) and (first == second or repr(first) == repr(second))  # repr: for nan
     return None if is_same else f"{where} is {first!r:.60} and {second!r:.60}"
 
 
@@ -76,5 +76,5 @@ def _compare_tensors(where: str, first: torch.Tensor, second: torch.Tensor) -> s
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Shape [elements, bytes of one]."""
+    """Returns the tensor's bytes, in shape [elements, bytes per element]."""
     return tensor.contiguous().reshape(-1, 1).view(torch.uint8)

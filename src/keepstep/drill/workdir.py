@@ -1,8 +1,8 @@
-"""A working directory of its own for each run of a drill whose output files are compared.
+"""Working directories for the runs of a drill that compares output files.
 
-Everything in the current directory is there as a symbolic link, so that the script finds its data and its modules; but
-folders and files that ``--compare`` names are not, so that neither run sees what the other one, or an earlier job, has
-written there.
+Each run has its own. It contains symbolic links to everything in the current directory, so that the script finds its
+data and modules. Folders and files that match ``--compare`` are not linked, so that a run does not see the files of the
+other run or of an earlier job.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TypeAlias
 from keepstep.errors import ConfigurationError
 
 Parts: TypeAlias = tuple[str, ...]
-"""A pattern, taken apart at its slashes."""
+"""A pattern, split at its slashes."""
 
 
 def check_patterns(patterns: Sequence[str]) -> tuple[str, ...]:
     """Returns the patterns of ``--compare``.
 
     Raises:
-        ConfigurationError: one of them leads out of the working directory, or takes in all of it.
+        ConfigurationError: a pattern leads out of the working directory, or matches all of it.
     """
     for pattern in patterns:
         parts = PurePath(pattern).parts
@@ -37,12 +37,12 @@ def check_patterns(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def make_working_dir(path: Path, patterns: Sequence[str], source: Path) -> None:
-    """Makes the working directory of one run.
+    """Creates the working directory of one run.
 
     Args:
-        path: what is made.
-        patterns: what the run's files are found by later on; what they name begins empty.
-        source: what is linked to, the caller's working directory.
+        path: the directory to create.
+        patterns: patterns of the compared files. Matching files and folders are not linked.
+        source: the directory whose entries are linked.
     """
     path.mkdir()
     _link(source.absolute(), path, [PurePath(pattern).parts for pattern in patterns])
@@ -55,5 +55,5 @@ def _link(source: Path, target: Path, patterns: Sequence[Parts]) -> None:
             (target / entry.name).symlink_to(entry)
         elif entry.is_dir():
             (target / entry.name).mkdir()
-            if all(len(parts) > 2 and parts[1] != "**" for parts in named):  # only folders in it are named
+            if all(len(parts) > 2 and parts[1] != "**" for parts in named):  # the patterns match only in its subfolders
                 _link(entry, target / entry.name, [parts[1:] for parts in named])

@@ -24,16 +24,16 @@ from keepstep.protocol.worker import WorkerMachine
 from keepstep.shared.tagpage import TagWriter
 
 SPARE_S = 300.0
-"""How long a fault is put off for a spare that starts up but does not come to its first step."""
+"""How long a fault waits for a starting spare that does not reach its first step."""
 POLL_INTERVAL_S = 0.05
-"""How often a rank that waits for a spare looks whether another one has failed meanwhile."""
+"""How often a rank that waits for a spare checks whether another rank has failed."""
 HOLD_S = 20.0
-"""How long ranks wait for one another at a staged moment before the drill goes on without."""
+"""How long ranks wait for each other in a barrier fault before the drill continues."""
 EXIT_CODE = 7
 
 
 class Observed(Protocol):
-    """What the injector needs of a worker's `keepstep.worker.coordination.Coordination`."""
+    """The part of `keepstep.worker.coordination.Coordination` that the injector needs."""
 
     observe: Callable[[str], None]
     digests: Callable[[], dict[str, str]]
@@ -41,7 +41,7 @@ class Observed(Protocol):
     page: TagWriter
 
     def wait_until_interrupted(self, timeout_s: float) -> None:
-        """Blocks until a failure is known."""
+        """Blocks until the worker knows of a failure, or until the timeout."""
 
 
 class FaultRaisedError(RuntimeError):
@@ -49,7 +49,7 @@ class FaultRaisedError(RuntimeError):
 
 
 def install(coordination: Observed) -> None:
-    """Entrance named in `keepstep.config.WorkerConfig.observer`."""
+    """Installs recorder and injector in a worker. `keepstep.config.WorkerConfig.observer` names this function."""
     settings = config.worker_config()
     assert settings is not None
     run_dir = Path(settings.run_dir)
@@ -57,14 +57,14 @@ def install(coordination: Observed) -> None:
     injector = WorkerInjector(coordination, run_dir, settings.world_size)
 
     def observe(moment: str) -> None:
-        recorder.observe(moment)  # first, for the injector may not return
+        recorder.observe(moment)  # first, because the injector may not return
         injector.observe(moment)
 
     coordination.observe = observe
 
 
 class WorkerInjector:
-    """Watches one rank's moments. `observe` is called on the thread that lives through the moment."""
+    """Injects faults at moments of one rank. `observe` is called in the thread that reaches the moment."""
 
     def __init__(self, coordination: Observed, run_dir: Path, world_size: int) -> None:
         self._coordination = coordination
@@ -72,18 +72,22 @@ class WorkerInjector:
         self._world_size = world_size
         self._faults = [fault for fault in read_plan(run_dir) if fault.in_worker]
         self._completes = False
-        """Whether the rank is in an update, so that the next `Phase.UPDATED` is the end of a step."""
+        """Whether the rank's last phase was the update, so that `Phase.UPDATED` is the end of a step."""
         self._meetings = {fault.number: self._open_meeting(fault) for fault in self._faults if fault.phase == "barrier"}
 
     def _open_meeting(self, fault: DrillFault) -> int:
-        """A pipe by which a rank that has left the barrier tells the one that is to fail in it."""
+        """Opens a pipe by which the rank that has left the barrier notifies the rank that must fail in it."""
         path = self._run_dir / f"left-{fault.number}"
         with contextlib.suppress(FileExistsError):
             os.mkfifo(path, 0o600)
         return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def observe(self, moment: str) -> None:
-        """A moment of this rank's step or recovery has come."""
+        """Injects the faults of a moment, and waits for a warm spare before a step with a fault.
+
+        Args:
+            moment: the rank's current moment in a step or a recovery.
+        """
         machine = self._coordination.machine
         rank, step = machine.rank, machine.steps.step
         if moment == Phase.FORWARD and step == 0 and self._is_start():
@@ -103,20 +107,20 @@ class WorkerInjector:
             self._completes = moment == Phase.OPTIMIZER
 
     def _await_spare_before(self, step: int) -> None:
-        """All ranks wait between two steps, where nothing is measured, until the fault of the next finds a warm spare.
+        """Waits for a warm spare if the next step has a fault. All ranks wait here, where no time is measured.
 
-        In the first step after a recovery no spare is started yet: a fault in it finds none.
+        In the first step after a recovery no spare has been started yet, so a fault in it finds none.
         """
         is_due = any(fault.step == step and not is_fired(self._run_dir, fault) for fault in self._faults)
         if is_due or (self._run_dir / HOLD_FILE).exists():
             await_spare(self._coordination, self._run_dir)
 
     def _is_start(self) -> bool:
-        """The first generation is connected and restored, too, but that is no recovery."""
+        """Whether this is the first generation. It connects and restores, too, but is not a recovery."""
         return self._coordination.machine.target_generation <= 1
 
     def _stage_barrier(self, fault: DrillFault, moment: str, rank: int | None, step: int) -> None:
-        """The rank fails when another one has left the barrier and the rest has not."""
+        """Injects a fault into the barrier: the rank fails when one other rank has left it and the rest have not."""
         if step != fault.step or rank is None:
             return
         others = [other for other in range(self._world_size) if other != fault.rank]
@@ -150,11 +154,11 @@ class WorkerInjector:
 
 
 def await_spare(coordination: Observed, run_dir: Path) -> None:
-    """Waits until the launcher says that a spare is warm or that none will come, or until another rank has failed."""
+    """Waits until the launcher answers that a spare is warm or that none will come, or until another rank fails."""
     try:
         connection = connect(run_dir, SPARES_SOCKET)
     except OSError:
-        return  # the drill was told to strike without a spare, or the job has none
+        return  # the drill does not wait for spares, or the job has none
     deadline_s = time.monotonic() + SPARE_S
     coordination.page.set_waiting(True)
     with connection:
@@ -169,5 +173,5 @@ def await_spare(coordination: Observed, run_dir: Path) -> None:
 
 
 def _is_moment(during: str, moment: str) -> bool:
-    # State is best caught halfway: the rank fails after its first bucket, or at the start if it moves none.
+    # A restore fault should hit halfway: after the rank's first bucket, or at the start if it transfers none.
     return moment == during or (during == "restore" and moment == "bucket")

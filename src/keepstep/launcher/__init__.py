@@ -1,1 +1,1 @@
-"""One job on one node: a controller and an agent in the launcher's process, which exchange messages."""
+"""Runs a job on one node. The controller and the agent exchange messages inside the launcher's process."""

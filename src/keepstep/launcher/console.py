@@ -17,16 +17,16 @@ from keepstep.trace.timeline.events import quarantine_text, recovery_text
 
 REFRESH_S = 0.2
 UNPROTECTED_S = 30.0
-"""Imports may take so long. A script that has not called `keepstep.init()` by then probably never does."""
+"""Imports may take this long. A script that has not called `keepstep.init()` by then probably never will."""
 Places = Callable[[], list[dict[str, object]]]
 
 
 async def follow(job: RecoveryMachine, places: Places | None = None) -> None:
-    """Prints each recovery as it ends.
+    """Prints recoveries, quarantines and waiting ranks until the job ends.
 
     Args:
-        job: the machine that decides.
-        places: where every worker is; given on a terminal, a line there shows it.
+        job: the recovery machine of the job.
+        places: returns the rank, phase and step of each worker. If given, a line on the terminal shows them.
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     news = _news(job)
@@ -41,7 +41,7 @@ async def follow(job: RecoveryMachine, places: Places | None = None) -> None:
                 _print_places(console, places())
             await asyncio.sleep(REFRESH_S)
     finally:
-        _print_news(console, news)  # what happened since the last look, also where the job is ended by a signal
+        _print_news(console, news)  # also if a signal has ended the job
 
 
 def _print_news(console: Console, news: Iterator[str | None]) -> None:
@@ -50,9 +50,9 @@ def _print_news(console: Console, news: Iterator[str | None]) -> None:
 
 
 def _news(job: RecoveryMachine) -> Iterator[str | None]:
-    """What has happened since the last look, one by one, then None, each time again.
+    """Yields a text for each new event, then None, and repeats this without end.
 
-    What happened before the first look has been told in a controller's former life.
+    It skips the events before its first iteration: an earlier process of this controller has printed them.
     """
     num_told, held, num_standstills = len(job.records), set(job.quarantine.held), job.standstill.num_told
     while True:

@@ -1,7 +1,7 @@
 """The sockets in the run folder that serve ``keepstep status`` and the workers of a drill.
 
-Readable and writable by its owner only, and the peer's user id is checked on top. Paths are opened relative to the
-folder, because a Unix socket's own path may have 107 bytes only.
+Only the owner of a socket can read and write it, and the server checks the peer's user id too. Sockets are opened
+relative to the folder, because the path of a Unix socket is limited to 107 bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ _CREDENTIALS = struct.Struct("3i")
 async def serve(
     run_dir: Path, answer: Callable[[], Any] | Callable[[], Awaitable[Any]], name: str = SOCKET
 ) -> AsyncIterator[None]:
-    """Answers every connection with the JSON of ``answer()``, or of what that awaits, until the block is left."""
+    """Answers every connection with ``answer()`` as JSON, until the block exits.
+
+    It closes connections of users other than the owner and root without an answer.
+
+    Args:
+        run_dir: the folder of the socket.
+        answer: a function or a coroutine function; called on the event loop.
+        name: file name of the socket.
+    """
 
     async def connected(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
@@ -61,7 +69,7 @@ async def serve(
 
 
 def ask(run_dir: Path) -> Any:
-    """The status of the job that runs in ``run_dir``.
+    """Returns the status of the job that runs in ``run_dir``.
 
     Raises:
         ConfigurationError: no job runs there.
@@ -83,10 +91,10 @@ def ask(run_dir: Path) -> Any:
 
 
 def connect(run_dir: Path, name: str = SOCKET) -> socket.socket:
-    """A connection to one of the sockets of a run; the caller closes it.
+    """Connects to one of the sockets of a run. The caller must close the connection.
 
     Raises:
-        OSError: nothing answers there.
+        OSError: no process listens there.
     """
     descriptor = os.open(run_dir, os.O_PATH | os.O_DIRECTORY)
     connection = socket.socket(socket.AF_UNIX)

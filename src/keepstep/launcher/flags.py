@@ -1,7 +1,6 @@
-"""torchrun's command line with a few more flags, and the settings derived from it.
+"""torchrun's command line with keepstep's own flags, and the settings derived from it.
 
-It extends torchrun's own parser, so its users' command lines work; flags that keepstep does not support yet are
-refused.
+The parser extends torchrun's, so command lines for torchrun work. keepstep refuses the flags that it does not support.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ LOOPBACK = "127.0.0.1"
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 """torchrun's default for ``--signals-to-handle``."""
 MASTER_PORT = 29500
-"""torchrun's, where none is named."""
+"""torchrun's default port."""
 NOT_DONE_YET = ("numa_binding", "virtual_local_rank", "event_log_handler")
-"""Flags of torchrun's that are refused where they say anything but its default."""
+"""torchrun's flags that keepstep refuses unless they have torchrun's default."""
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:
-    """torchrun's parser under another name, with keepstep's own flags."""
+    """Returns torchrun's parser with keepstep's own flags. ``program`` is the command's name in its help."""
     parser: argparse.ArgumentParser = torchrun.get_args_parser()
     parser.prog = program
-    # Python 3.11 would refuse an option of the script's that abbreviates two of these.
+    # Python 3.11 would refuse an option of the script that is an abbreviation of two of these flags.
     parser.allow_abbrev = False
     parser.description = "Runs a training script on several ranks and keeps the step when one is lost."
     parser.set_defaults(max_restarts=None, start_method="forkserver")
@@ -92,7 +91,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
 
 
 class _NoAddress(Exception):
-    """``--dashboard`` was followed by something that is no address, so by the script."""
+    """``--dashboard`` is followed by something other than an address: the script."""
 
 
 def _address(text: str) -> str:
@@ -102,7 +101,11 @@ def _address(text: str) -> str:
 
 
 def parse_flags(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """Parses a command line, on which ``--dashboard`` may stand without its address right before the script."""
+    """Parses a command line. It may have ``--dashboard`` without an address right before the script.
+
+    Raises:
+        ConfigurationError: the value of ``--dashboard`` is not an address.
+    """
     try:
         return parser.parse_args(arguments)
     except _NoAddress as error:
@@ -119,14 +122,14 @@ def is_one_of_several(arguments: argparse.Namespace) -> bool:
 
 
 def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> JobOptions:
-    """The job on one node that the parsed flags describe.
+    """Returns the options of the job on one node that the parsed flags describe.
 
     Args:
-        arguments: what `make_parser`'s parser returned.
-        run_dir: the folder of the run, in place of the one that the flags name or of a fresh one.
+        arguments: the flags, as the parser of `make_parser` returns them.
+        run_dir: the folder of the run, instead of the one in the flags or a new temporary one.
 
     Raises:
-        ConfigurationError: a flag names something that cannot be; the message names the value and what is allowed.
+        ConfigurationError: a flag has an invalid value; the message names the value and the allowed ones.
     """
     if is_one_of_several(arguments):
         raise ConfigurationError(f"--nnodes {arguments.nnodes}: a drill runs on one node, so leave it out")
@@ -143,20 +146,20 @@ def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> J
 
 
 def agent_settings(arguments: argparse.Namespace, place: NodePlace, run_dir: Path | None = None) -> AgentSettings:
-    """What the agent of a node is told.
+    """Returns the settings of a node's agent. Creates the folders for the run and for logs.
 
     Args:
-        arguments: what `make_parser`'s parser returned.
-        place: where the node stands in its job.
+        arguments: the flags, as the parser of `make_parser` returns them.
+        place: the node's place in its job.
         run_dir: as for `job_options`.
 
     Raises:
-        ConfigurationError: a flag names something that cannot be.
+        ConfigurationError: a flag has an invalid value.
     """
     _refuse_what_cannot_be(arguments)
     _refuse_what_is_not_done_yet(arguments)
     in_job = _job_environment(arguments, place)
-    # Folders are made last of all, so that a job that is refused leaves none behind.
+    # Folders are created last, so that a refused job leaves none behind.
     output = _output(arguments, range(place.slots))
     if run_dir is None:
         named = arguments.run_dir is not None
@@ -192,7 +195,7 @@ def _refuse_what_cannot_be(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(f"--max-restarts {arguments.max_restarts}: allowed are 0 and more")
     for name in ("hang_floor", "hang_factor", "between_steps", "explain_after"):
         value = getattr(arguments, name)
-        if not value > 0:  # nan is not, either
+        if not value > 0:  # refuses nan, too
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: must be positive")
     if arguments.module and arguments.no_python:
         raise ConfigurationError("--no-python and --module cannot go together: leave one of them out")
@@ -204,10 +207,10 @@ def _refuse_what_cannot_be(arguments: argparse.Namespace) -> None:
 
 
 def ranks_per_node(arguments: argparse.Namespace) -> int:
-    """What ``--nproc-per-node`` says on this machine.
+    """Returns the number of ranks that ``--nproc-per-node`` means on this machine.
 
     Raises:
-        ConfigurationError: nothing that could be.
+        ConfigurationError: the flag has an invalid value.
     """
     try:
         count = torchrun.determine_local_world_size(arguments.nproc_per_node)
@@ -245,10 +248,11 @@ def _job_environment(arguments: argparse.Namespace, place: NodePlace) -> dict[st
 
 
 def _master(arguments: argparse.Namespace, place: NodePlace) -> tuple[str, int]:
-    """Where a script that calls ``init_process_group`` itself has its ranks meet; keepstep opens no port there.
+    """Returns ``MASTER_ADDR`` and ``MASTER_PORT``, for scripts that call ``init_process_group`` themselves.
 
-    On several nodes all must be told the same, so a port cannot be looked for: it is torchrun's, unless named. The host
-    of the rendezvous is that of the first ranks, unless ``--node-rank`` says otherwise.
+    keepstep opens no port there. On one node it chooses a free port unless the user sets one. All of several nodes need
+    the same port, so there it is torchrun's default unless the user sets one. The default host is that of the
+    rendezvous endpoint, which runs the first ranks unless ``--node-rank`` changes that.
     """
     port = arguments.master_port
     if place.num_nodes > 1:
@@ -267,11 +271,11 @@ def _free_port() -> int:
 
 
 def _check_port(port: int) -> None:
-    """keepstep itself opens no port; a script that was promised one shall find it free."""
+    """Raises `ConfigurationError` if the port is in use. keepstep does not open it, but the script will."""
     if not 1 <= port <= 65535:
         raise ConfigurationError(f"--master-port {port}: allowed are 1 to 65535")
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just ended are no obstacle
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores connections in TIME_WAIT
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
@@ -279,7 +283,8 @@ def _check_port(port: int) -> None:
 
 
 def _output(arguments: argparse.Namespace, everyone: range) -> OutputSettings:
-    """Where streams go. ``log_dir`` is None unless the flags name it; it is made only if something goes there."""
+    """Returns where the workers' output goes. ``log_dir`` is None unless a flag sets it. Creates it only if files go
+    there."""
     redirect_stdout, redirect_stderr = _streams("--redirects", arguments.redirects, everyone)
     tee_stdout, tee_stderr = _streams("--tee", arguments.tee, everyone)
     output = OutputSettings(
@@ -297,7 +302,7 @@ def _output(arguments: argparse.Namespace, everyone: range) -> OutputSettings:
 
 
 def _streams(flag: str, text: str, everyone: range) -> tuple[frozenset[int], frozenset[int]]:
-    """The local ranks whose stdout, and whose stderr, a flag of torchrun's names."""
+    """Returns two sets for a flag of torchrun: the local ranks whose stdout it names, and those whose stderr."""
     try:
         choice = Std.from_str(text)
     except ValueError:

@@ -29,7 +29,7 @@ from keepstep.trace.timeline.describe import describe
 from keepstep.transports.memory import OneNode, channel_pair
 
 LOGS = "logs"
-"""Folder of the workers' streams in the run folder, unless another one is named."""
+"""Folder of the workers' logs below the run folder, unless ``--log-dir`` names another one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,23 +40,23 @@ class JobOptions:
     recovery: RecoverySettings
     outputs: Outputs = dataclasses.field(default_factory=Outputs)
     keep_run_dir: bool = True
-    """False for a folder that was made for this job alone; `clear_up` removes it."""
+    """False for a temporary folder of this job; `clear_up` removes it."""
 
     @property
     def log_dir(self) -> Path:
-        """Where the workers' streams go, as far as they go into files."""
+        """The folder of the workers' logs."""
         return self.agent.output.log_dir or self.agent.run_dir / LOGS
 
 
 @dataclasses.dataclass
 class Job:
-    """A running job, for the drill's injector and its progress display."""
+    """A running job, as a companion sees it: the drill's fault injector or a progress display."""
 
     controller: Controller
     agent: Agent
 
     def describe(self) -> dict[str, Any]:
-        """The report so far, with every worker's place."""
+        """Returns the report so far, with the rank, phase and step of each worker."""
         return describe(self.controller.job, self.agent.status())
 
 
@@ -64,7 +64,7 @@ Companion = Callable[[Job], Awaitable[None]]
 
 
 def fresh_run_dir() -> Path:
-    """A folder for this run alone, below the system's temporary folder."""
+    """Creates a run folder below the system's temporary folder."""
     return Path(tempfile.mkdtemp(prefix="keepstep-"))
 
 
@@ -78,11 +78,12 @@ def run_job(
 
     Args:
         options: the job.
-        companion: runs beside it.
-        spawner: one that was started already, for it takes longest; see `SpawnerClient.start`.
+        companion: a coroutine function that runs next to the job.
+        spawner: a spawner that the caller has started already, because its start takes longest; see
+            `SpawnerClient.start`.
 
     Raises:
-        ConfigurationError: the job cannot be run as asked; nothing is left running.
+        ConfigurationError: the job cannot run with these options; no process is left running.
     """
     run_dir = options.agent.run_dir
     info = runfolder.new_run(options.agent.command, options.agent.place.node, options.recovery)
@@ -95,13 +96,13 @@ def run_job(
 
 
 def clear_up(options: JobOptions) -> None:
-    """Removes a run folder that is not to be kept, unless logs of its workers lie in it."""
+    """Removes a temporary run folder, unless it contains logs of the workers."""
     if not options.keep_run_dir:
         clear_up_folder(options.agent.run_dir)
 
 
 def clear_up_folder(run_dir: Path) -> None:
-    """Removes a run folder that the user has not named, unless logs of its workers lie in it."""
+    """Removes a run folder, unless it contains logs of the workers."""
     if not (run_dir / LOGS).exists():
         shutil.rmtree(run_dir, ignore_errors=True)
 
@@ -110,8 +111,8 @@ async def _run(
     options: JobOptions, companion: Companion | None, recorder: Recorder, spawner: SpawnerProcess | None
 ) -> dict[str, Any]:
     ours, theirs = channel_pair()
-    # No lease: the agent lives in this very process, so it can only seem lost when the process itself has stood
-    # still (SIGSTOP, a laptop that slept), and then giving up the only node would end a healthy job.
+    # No lease, because the agent runs in this process. It could only miss a heartbeat if the process itself was stopped
+    # (SIGSTOP, a suspended laptop), and then the eviction of the only node would end a healthy job.
     machine = ControllerMachine(options.recovery, lease_s=None)
     controller = Controller(machine, OneNode(options.agent.place.node, ours), recorder)
     output = dataclasses.replace(options.agent.output, log_dir=options.log_dir)
@@ -137,7 +138,7 @@ async def _run(
 async def _accompany(
     controller: Controller, agent: Agent, signals: EndSignals, companion: Awaitable[None] | None
 ) -> None:
-    """Runs both programs until the controller has ended the job, the agent has, or a signal has ended them."""
+    """Runs controller and agent until one of them has ended the job, or a signal other than the first SIGTERM comes."""
     deciding = asyncio.create_task(controller.run())
     serving = asyncio.create_task(agent.run())
     waited: set[asyncio.Future[Any]] = {deciding, serving, signals.stop, signals.drain}
@@ -167,14 +168,14 @@ def _unfinished(agent: Agent, signals: EndSignals) -> EndJob:
 
 
 def check_memory(options: JobOptions, worker_bytes: int) -> None:
-    """Refuses more processes than can possibly fit.
+    """Checks that the job's processes fit into memory.
 
     Args:
         options: the job.
-        worker_bytes: what one worker takes before its script has begun, as the spawner measured it.
+        worker_bytes: memory of one worker before its script begins, as the spawner has measured it; 0 skips the check.
 
     Raises:
-        ConfigurationError: naming what was asked for and how many would fit.
+        ConfigurationError: they do not fit; the message says how many would.
     """
     count = options.recovery.world_size + options.recovery.num_spares
     available = free_bytes()
@@ -187,14 +188,14 @@ def check_memory(options: JobOptions, worker_bytes: int) -> None:
 
 
 def check_devices(options: JobOptions, closed: Mapping[int, str]) -> None:
-    """Refuses a job whose only node has no device for some of its ranks.
+    """Checks that the node has a usable slot for each rank of the job.
 
     Args:
         options: the job.
-        closed: the devices on which nothing is started, with the reason.
+        closed: unhealthy device -> the reason why the agent starts no worker on it.
 
     Raises:
-        ConfigurationError: naming the devices.
+        ConfigurationError: it has too few; the message has the reasons.
     """
     slots = options.agent.place.slots
     left = slots - sum(device < slots for device in closed)
@@ -206,7 +207,7 @@ def check_devices(options: JobOptions, closed: Mapping[int, str]) -> None:
 
 
 def announce(result: dict[str, Any], options: JobOptions) -> int:
-    """Prints where the logs are and why a job ended, if not well or not protected; returns its exit code."""
+    """Prints where the logs are, and the reason if the job failed or never called ``init()``. Returns its exit code."""
     if options.agent.output.writes_files:
         print(f"keepstep: logs of the workers: {options.log_dir}", file=sys.stderr)
     if result["exit_code"] != 0 or not result["initialised"]:

@@ -23,17 +23,17 @@ _ORDER = ("timestamp", "level", "event", "message", "job", "generation", "rank",
 
 
 class EventLog:
-    """Appends to a log. It lives through the journal's entries once more, as every view does, and tells what it sees.
+    """Appends the job's events to a log. Like every view, it replays the journal and derives the events from it.
 
-    Nothing depends on it: a disk that is full ends the log and not the job.
+    The job does not depend on it: if the disk is full, logging stops and the job continues.
     """
 
     def __init__(self, path: Path, info: RunInfo) -> None:
         """Opens the log.
 
         Args:
-            path: of the file, which is appended to; `STDERR` for the standard error.
-            info: of the run.
+            path: the file to which it appends; `STDERR` is the standard error.
+            info: description of the run.
 
         Raises:
             ConfigurationError: the file cannot be written.
@@ -55,14 +55,14 @@ class EventLog:
         )
 
     def caught_up(self, entries: list[JournalEntry]) -> None:
-        """Lives through what an earlier process has told of already."""
+        """Replays entries that an earlier process has logged already, without logging them again."""
         for entry in entries:
             relive(self._job, entry.event, entry.at_s)
             for _ in self._teller.tell(entry):
                 pass
 
     def decided(self, entries: list[JournalEntry]) -> None:
-        """Tells of entries that have just been written into the journal."""
+        """Logs the events of entries that the controller has just written to the journal."""
         for entry in entries:
             if self._file is not None:
                 relive(self._job, entry.event, entry.at_s)
@@ -70,7 +70,15 @@ class EventLog:
                     self._write(event)
 
     def ended(self, exit_code: int, reason: str, at_ns: int) -> None:
-        """The job has ended; what the controller has not told of that is told now, such as a signal to the launcher."""
+        """Logs the end of the job, unless that was logged from the journal.
+
+        The journal does not have it if a signal has ended the launcher.
+
+        Args:
+            exit_code: the job's exit code.
+            reason: why it has ended.
+            at_ns: when, on the job's clock.
+        """
         if not self._has_ended:
             level = "error" if exit_code else "info"
             self._write(ControlEvent(at_ns / 1e9, ENDED, level, reason, self._job.generation))
@@ -84,7 +92,7 @@ class EventLog:
         except OSError as error:
             self.close()
             text = f"keepstep: --log-json {self._path}: logging has stopped, training continues: {error}"
-            with contextlib.suppress(OSError):  # it may have been the standard error that failed
+            with contextlib.suppress(OSError):  # the log may be the standard error itself
                 print(text, file=sys.stderr, flush=True)
 
     def _fields(self, event: ControlEvent) -> dict[str, Any]:
@@ -108,10 +116,10 @@ class EventLog:
         return fields
 
     def close(self) -> None:
-        """Ends the log."""
+        """Stops logging and closes the file."""
         file, self._file = self._file, None
         if file is not None and file is not sys.stderr:
-            with contextlib.suppress(OSError):  # what it could not write it cannot write now, either
+            with contextlib.suppress(OSError):  # an earlier write has failed and was reported
                 file.close()
 
     def __enter__(self) -> EventLog:
@@ -124,5 +132,5 @@ class EventLog:
 
 
 def _in_order(_logger: object, _name: str, fields: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """The same fields in the same places on each line, what only some have at the end."""
+    """Orders the fields of a line: the common ones first, in a fixed order."""
     return {name: fields[name] for name in _ORDER} | dict(fields)

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outputs:
-    """What is written of a run beside its folder."""
+    """The files that the launcher writes for a run in addition to its folder."""
 
     report: Path | None = None
     log_json: Path | None = None
-    """Events are appended to it as lines of JSON; ``-`` is the standard error."""
+    """File to which the launcher appends events as lines of JSON; ``-`` is the standard error."""
     trace: Path | None = None
     """A trace of the run, for Perfetto."""
 
 
 def add_output_flags(parser: argparse._ActionsContainer) -> None:
-    """The flags that name `Outputs`."""
+    """Adds the flags of `Outputs`."""
     parser.add_argument("--report", help="write a JSON report of the run to this file")
     parser.add_argument("--trace", help="write a trace of the run to this file, for Perfetto or chrome://tracing")
     parser.add_argument(
@@ -44,7 +44,7 @@ def add_output_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def outputs_of(arguments: argparse.Namespace) -> Outputs:
-    """The requested output files of the run.
+    """Returns the output files that the flags name.
 
     Raises:
         ConfigurationError: a file cannot be written.
@@ -57,24 +57,24 @@ def outputs_of(arguments: argparse.Namespace) -> Outputs:
 
 
 def _file(flag: str, name: str | None) -> Path | None:
-    """An output file, which need not exist yet."""
+    """Returns the path of an output file, which need not exist yet."""
     if not name:
         return None
     return check_target(flag, Path(name))
 
 
 def _log(name: str | None) -> Path | None:
-    """``-``, or a file that is appended to: one that is there needs no folder that could be written."""
+    """Returns the path of the log, or ``-``. If the file exists, its folder need not be writable."""
     if name == "-" or (name and Path(name).exists() and not Path(name).is_dir()):
         return Path(name)
     return _file("--log-json", name)
 
 
 def make_folder(flag: str, path: Path, mode: int = 0o777) -> Path:
-    """Makes the folder that ``flag`` names, unless it is there, and returns it.
+    """Creates the folder that ``flag`` names, if it does not exist, and returns it.
 
     Raises:
-        ConfigurationError: it cannot be made or written.
+        ConfigurationError: it cannot be created or is not writable.
     """
     try:
         path.mkdir(mode, parents=True, exist_ok=True)
@@ -95,19 +95,20 @@ def record_run(
     is_durable: bool = False,
     is_displacing: bool = False,
 ) -> dict[str, Any]:
-    """Runs a job, recorded in its folder, and returns its report, with ``exit_code`` and ``reason``.
+    """Runs a job, records it in its folder, and returns its report, with ``exit_code`` and ``reason``.
 
     Args:
-        run_dir: the folder; what an earlier run left there is moved aside.
-        info: what is known of the run.
-        outputs: what is written beside it.
-        run: runs it to its end; it is given what it has to write into.
-        lived_through: the folder holds the beginning of this very run, with these entries; None: it begins now.
+        run_dir: the folder. Files of an earlier run in it are moved aside.
+        info: description of the run.
+        outputs: further files to write.
+        run: runs the job to its end. It must write the journal to the given recorder.
+        lived_through: journal entries of this run from an earlier process, which the folder holds; None: the run begins
+            now.
         is_durable: as for `Recorder`.
         is_displacing: as for `keepstep.trace.record.runfolder.occupied`.
 
     Raises:
-        ConfigurationError: another job runs in the folder, or something cannot be written.
+        ConfigurationError: another job runs in the folder, or a file cannot be written.
     """
     occupied = runfolder.occupied(run_dir, is_displacing=is_displacing)
     with occupied, _event_log(outputs.log_json, info) as log:
@@ -131,8 +132,8 @@ def record_run(
 
 
 def write_trace(run_dir: Path, target: Path) -> None:
-    """Writes the trace of the run in a folder. What goes wrong is said, and changes nothing of how the job ended."""
-    from keepstep.trace.pictures import chrome  # here, for most jobs do without
+    """Writes the trace of the run in a folder. It prints errors and does not raise them: the job's result stays."""
+    from keepstep.trace.pictures import chrome  # here, because most jobs do not need it
 
     try:
         with opened(run_dir) as run, replacing(target) as file:
@@ -144,6 +145,6 @@ def write_trace(run_dir: Path, target: Path) -> None:
 def _event_log(path: Path | None, info: runfolder.RunInfo) -> contextlib.AbstractContextManager[EventLog | None]:
     if path is None:
         return contextlib.nullcontext()
-    from keepstep.launcher.log import EventLog  # here, for most jobs do without what it needs
+    from keepstep.launcher.log import EventLog  # here, because most jobs do not need structlog
 
     return EventLog(path, info)

@@ -1,4 +1,4 @@
-"""The signals that end a program of keepstep's in order."""
+"""The signals that end a keepstep program in an orderly way."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_DRAINED
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Those that torchrun handles. SIGQUIT ends a program as SIGINT does, and leaves no core file."""
+"""The signals that torchrun handles. SIGQUIT acts like SIGINT here, and the program leaves no core file."""
 StopSignal = asyncio.Future[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EndSignals:
-    """What a program that can end gently is told by signals; each future holds the number of a signal."""
+    """The signals that a program which can drain has received. Each future holds the number of a signal."""
 
     drain: StopSignal
-    """The first SIGTERM, if nothing has told it to stop before."""
+    """Set by the first SIGTERM, if no other signal came before: the program must drain."""
     stop: StopSignal
-    """SIGINT, SIGHUP, SIGQUIT, or a second SIGTERM: it must end at once."""
+    """Set by SIGINT, SIGHUP, SIGQUIT, or a second SIGTERM: the program must end at once."""
 
     def ended(self) -> EndJob | None:
-        """How the program ends by what has come so far; None where nothing has."""
+        """Returns how the received signals end the program; None if there is none."""
         came = [each.result() for each in (self.stop, self.drain) if each.done()]
         return ended_by(came[0]) if came else None
 
 
 @contextlib.contextmanager
 def stop_signal() -> Iterator[StopSignal]:
-    """A future that holds the first such signal, as soon as one has come. Inside a running loop."""
+    """Yields a future for the first signal. Call it inside a running event loop."""
     stopped: StopSignal = asyncio.get_running_loop().create_future()
     with _handled(lambda number: _set(stopped, number)):
         yield stopped
@@ -41,7 +41,7 @@ def stop_signal() -> Iterator[StopSignal]:
 
 @contextlib.contextmanager
 def end_signals() -> Iterator[EndSignals]:
-    """The same for a program that a first SIGTERM drains."""
+    """Like `stop_signal`, for a program that drains at the first SIGTERM."""
     loop = asyncio.get_running_loop()
     signals = EndSignals(loop.create_future(), loop.create_future())
 
@@ -71,6 +71,6 @@ def _set(future: StopSignal, number: int) -> None:
 
 
 def ended_by(number: int) -> EndJob:
-    """How a job ends that such a signal has ended: as torchrun on SIGTERM, else with the code that a shell gives it."""
+    """Returns how a job ends after a signal: on SIGTERM as with torchrun, else with the exit code of a shell."""
     code = EXIT_DRAINED if number == signal.SIGTERM else 128 + number
     return EndJob(code, f"ended by {signal.Signals(number).name}")

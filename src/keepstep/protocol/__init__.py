@@ -29,9 +29,9 @@ machine               decides                                driven by
 **Duties of an agent's loop.**
 
 1. Perform the effects of ``take()`` in their order, then send ``packets()``.
-2. Report the end of each process it started with ``exited``, exactly once, after the last report of that process.
-3. Report what the tag pages show with ``observe``, several times a second. If an agent did not look for more than half
-  a second, that time counts against no worker.
+2. Call ``exited`` for each process that it started, exactly once, after the last report of that process.
+3. Read the tag pages several times a second, and pass what they show to ``observe``. If the agent has not read them for
+  more than half a second, the machine counts that time against no worker.
 
 **Duties of a worker.**
 
@@ -46,7 +46,7 @@ machine               decides                                driven by
    The resume rule (`keepstep.protocol.resume`) rests on this invariant alone.
 
 **Guarantees.** A machine accepts any message at any time: an invalid one raises `RemoteProtocolError` without changing
-state, one of a former generation is dropped. Packets may be lost, duplicated or late;
+state, and it drops a message of a former generation. Packets may be lost, duplicated or late;
 `keepstep.protocol.reliable_channel` delivers their messages once and in order. No method blocks.
 
 **Folders.** `messages`: all messages between programs. `recovery`: the controller's stages from training through a

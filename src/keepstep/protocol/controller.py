@@ -1,9 +1,10 @@
-"""The outer part of the controller's machine: packets of all nodes in, packets out, leases, and a journal.
+"""The outer part of the controller's machine: packets of all nodes, leases, and the journal.
 
-Eight events change the decisions of `RecoveryMachine` (`Event`), and each is written to the journal before any
-resulting message is sent. The machine is a function of its events, so a restarted controller replays its journal: the
-same state, the same orders with the same numbers. Messages that an agent sent after the last entry were never
-acknowledged, so it sends them again, and the controller repeats orders that an agent has not received.
+Eight kinds of events (`Event`) change the decisions of `RecoveryMachine`. The shell writes each event to the journal
+before it sends any resulting message. The machine is a function of its events. So a restarted controller replays its
+journal, and has the same state and the same orders with the same numbers. The controller never acknowledged messages
+that an agent sent after the last entry, so the agent sends them again. The controller repeats orders that an agent has
+not received.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from keepstep.protocol.relay.bundle import PacketBundle, Row
 from keepstep.protocol.reliable_channel import ReliableChannel, Spoken
 
 LEASE_S = 3.0
-"""A node not heard of for so long is given up."""
+"""The default lease of a node: the controller evicts a node that was silent for so long."""
 REJOIN_FACTOR = 2.0
-"""After a restart the first lease is so many times as long: an agent may need one to find the controller again, and
-where no rank holds the state any more because one was slow at that, the job is lost."""
+"""The first lease after a restart of the controller is longer by this factor: an agent may need a whole lease to find
+the controller again, and the job is lost if the evicted nodes held the only copy of the state."""
 LEASE_CHECK_SHARE = 0.25
-"""The controller checks the leases in intervals of this share of one."""
+"""The controller checks the leases at intervals of this share of a lease."""
 LATE_S = 0.1
-"""A look at the leases that comes later than this is put off once, by as much: the controller was held up, and what
-nodes have said meanwhile may still wait to be read."""
+"""If a check of the leases is late by more than this, the controller postpones it once, by the same time: it was
+paused, and packets that have arrived meanwhile may still be unread."""
 ISOLATED_S = 60.0
-"""A controller that hears no node at all is more likely cut off itself than that all nodes are gone. To give them all
-up would lose the state of all, so it waits for so long."""
+"""The controller waits for so long before it evicts all nodes at once. If it hears no node at all, its own network has
+probably failed, and evicting all nodes would lose the state."""
 
 
 class ReportsReceived(msgspec.Struct, frozen=True, tag=True):
-    """A node's agent said this, in one of its lives."""
+    """The agent of a node has sent reports, in one of its incarnations."""
 
     node: str
     incarnation: int
@@ -45,7 +46,10 @@ class ReportsReceived(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
-    """A node was not heard of for too long, or its agent began a new incarnation. ``heard_s``: when it last was."""
+    """A node's lease has expired, or its agent has begun a new incarnation.
+
+    ``heard_s`` is when the controller last heard the node.
+    """
 
     node: str
     why: str
@@ -53,7 +57,7 @@ class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
 
 
 class Departed(msgspec.Struct, frozen=True, tag=True):
-    """A node has taken its leave."""
+    """A node has left the job."""
 
     node: str
     why: str
@@ -68,7 +72,7 @@ class Restarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class CalledOff(msgspec.Struct, frozen=True, tag=True):
-    """The launcher wants the job ended."""
+    """The launcher ends the job."""
 
     order: msg.EndJob
 
@@ -80,15 +84,15 @@ class DrainAsked(msgspec.Struct, frozen=True, tag=True):
 
 
 class AnswersReceived(msgspec.Struct, frozen=True, tag=True):
-    """The agents of several nodes said the same; ``workers`` are, by node, those for which it answers."""
+    """The agents of several nodes have sent equal reports. ``workers`` are the workers that answered, by node."""
 
     nodes: tuple[str, ...]
     workers: tuple[tuple[int, ...], ...]
     reports: tuple[msg.GroupAnswer, ...]
-    """As in the bundle: without workers."""
+    """The reports, with an empty ``workers`` field as in the bundle."""
 
     def spoken(self) -> Iterator[msg.GroupAnswer]:
-        """The reports, each as one of all workers."""
+        """Returns the reports, each with the workers of all nodes."""
         workers = tuple(number for numbers in self.workers for number in numbers)
         return (msgspec.structs.replace(each, workers=workers) for each in self.reports)
 
@@ -97,7 +101,10 @@ Event = ReportsReceived | AnswersReceived | LeaseExpired | Departed | DeadlineCa
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the journal: an event, and for its readers the orders that followed with their reasons."""
+    """One line of the journal: an event, and the resulting orders (node, order, reason).
+
+    Only people and tools read the orders. A replay computes them again from the event.
+    """
 
     at_s: float
     event: Event
@@ -107,7 +114,7 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def relive(job: RecoveryMachine, event: Event, now_s: float) -> list[Effect]:
-    """One event of a job, as its machine lives through it: for the first time, or once more from a journal."""
+    """Applies an event to a job's machine, for the first time or in a replay of the journal. Returns its orders."""
     match event:
         case ReportsReceived():
             return [effect for report in event.reports for effect in job.receive(event.node, _let_in(report), now_s)]
@@ -131,7 +138,7 @@ def relive(job: RecoveryMachine, event: Event, now_s: float) -> list[Effect]:
 
 
 def _answers(bundle: PacketBundle, indices: Sequence[int]) -> AnswersReceived:
-    """What those nodes of a bundle have said of which it is new."""
+    """Returns the event for those nodes of a bundle, by index, whose messages are new."""
     nodes, workers = bundle.nodes, bundle.workers
     if len(indices) < len(nodes):
         nodes, workers = tuple(nodes[each] for each in indices), tuple(workers[each] for each in indices)
@@ -153,60 +160,60 @@ class _NodeConnection:
     channel: ReliableChannel
     heard_s: float
     is_silent: bool = False
-    """Not heard of since the controller was restarted, so it is not known which orders have arrived there."""
+    """Whether the node was silent since the controller restarted. Then it is unknown which orders it has received."""
     relay_lost_s: float = 0.0
-    """When it last could not be heard because its relay had ended: its lease started over, and yet it was not heard."""
+    """When the node's relay last ended. The lease starts over then, because the node could not send anything."""
 
     def patience_s(self, lease_s: float) -> float:
-        """How long the node may be silent."""
+        """Returns how long the node may be silent."""
         return lease_s * (REJOIN_FACTOR if self.is_silent else 1.0)
 
     def end_s(self, lease_s: float) -> float:
-        """When the lease runs out."""
+        """Returns when the lease expires."""
         return max(self.heard_s, self.relay_lost_s) + self.patience_s(lease_s)
 
     def is_heard(self, lease_s: float, now_s: float) -> bool:
-        """Whether something of the node has come within one lease: then the controller is not cut off."""
+        """Whether the controller has heard the node within one lease, so that its own network works."""
         return not self.is_silent and now_s < self.heard_s + lease_s
 
 
 class ControllerMachine:
-    """Serves all nodes of one job."""
+    """The controller's machine for all nodes of one job. It needs one thread, and reads no clock."""
 
     def __init__(self, settings: RecoverySettings, lease_s: float | None = LEASE_S) -> None:
         """Args:
-        settings: of the job.
-        lease_s: how long a node may be silent; None: for ever.
+        settings: settings of the job.
+        lease_s: how long a node may be silent, in seconds; None: forever.
         """
         self.job = RecoveryMachine(settings)
         self._lease_s = lease_s
         self.connections: dict[str, _NodeConnection] = {}
         self._given_up: dict[str, tuple[int, str]] = {}
-        """node -> the last incarnation of it that was given up, and why."""
+        """node -> its last incarnation that left or was evicted, and the reason."""
         self._touched: dict[str, None] = {}
-        """Nodes for which there may be something to transmit, in order."""
+        """Nodes for which there may be something to send, in order."""
         self._answers: list[msg.Packet | msg.NodeEvicted] = []
         self._entries: list[JournalEntry] = []
         self._check_leases_s: float | None = None
         self._has_put_off = False
-        """The next look at the leases is the one that was put off."""
+        """Whether the next check of the leases is a postponed one; see `LATE_S`."""
         self._first_node_until_s: float | None = None
-        """Until then a first node has to join; None as soon as one has."""
+        """Time by which a first node must join; None as soon as one has joined."""
         self._awake_s = 0.0
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
     def begin(self, now_s: float) -> None:
-        """The controller is there. A first node has to join within the start deadline, or the job ends."""
+        """Starts the wait for a first node. If none joins within the start deadline, the job ends."""
         if not self.connections and not self._given_up:
             self._first_node_until_s = now_s + self.job.settings.start_deadline_s
 
     def receive(self, packet: msg.Packet, now_s: float) -> None:
-        """A packet of a node's agent.
+        """Processes a packet of a node's agent.
 
         Raises:
-            RemoteProtocolError: something in it is not for that node to send, or was said to a controller of another
-                run; nothing of it was heard.
+            RemoteProtocolError: the node may not send one of its messages, or the packet is for a controller of another
+                run. The machine ignores the whole packet.
         """
         _check(packet)
         incarnation, why = self._given_up.get(packet.node, (-1, ""))
@@ -231,7 +238,7 @@ class ControllerMachine:
                     "start the controller with the folder of that run, or restart the agent"
                 )
             if packet.first != 0 or not packet.messages:
-                # Its first words are still under way, or were lost.
+                # The node's first message is still under way, or was lost.
                 self._answers.append(msg.Packet(packet.node, packet.incarnation, 0, 0, (), misses=True))
                 return
             connection = self._open(packet.node, packet.incarnation, now_s)
@@ -243,10 +250,10 @@ class ControllerMachine:
             self._happened(ReportsReceived(packet.node, packet.incarnation, reports), now_s)
 
     def receive_bundle(self, bundle: PacketBundle, now_s: float) -> list[tuple[str, str]]:
-        """Packets of several nodes that say the same: as `receive` for each of them, but one event for all.
+        """Processes packets of several nodes with equal messages: as `receive` for each, but with one event for all.
 
         Returns:
-            the nodes that said what was not for them to say, and why; nothing of that was heard.
+            (node, error) for each packet that `receive` would refuse. The machine ignores those packets.
         """
         self._discount_own_pause(now_s)
         refused: list[tuple[str, str]] = []
@@ -276,20 +283,22 @@ class ControllerMachine:
         return refused
 
     def relay_lost(self, nodes: Iterable[str], now_s: float) -> None:
-        """The relay that held the connections to these nodes has ended: their leases start over, for they connect again
-        and could not be heard meanwhile."""
+        """Renews the leases of these nodes, because the relay with their connections has ended.
+
+        They connect again, and could not send anything meanwhile.
+        """
         for connection in filter(None, map(self.connections.get, nodes)):
             connection.relay_lost_s = now_s
 
     def left(self, message: msg.NodeLeft, now_s: float) -> None:
-        """A node takes its leave; it is told that this was heard."""
+        """Removes a node that leaves the job. The answer is a final `NodeEvicted`."""
         connection = self.connections.get(message.node)
         if connection is not None and connection.channel.incarnation == message.incarnation:
             self._happened(Departed(message.node, message.reason), now_s)
         self._answers.append(msg.NodeEvicted(message.node, message.incarnation, message.reason, is_final=True))
 
     def _mistaken(self, packet: msg.Packet) -> str | None:
-        """Why a node that offers itself cannot be meant for this job; None where it can."""
+        """Returns why a joining node cannot belong to this job; None if it can."""
         wanted = self.job.settings.world_size
         for offer in packet.messages:
             if isinstance(offer, msg.NodeJoined) and offer.world_size not in (0, wanted):
@@ -297,21 +306,21 @@ class ControllerMachine:
         return None
 
     def reconnected(self, node: str) -> None:
-        """There is a new connection to a node."""
+        """Records a new connection to a node. `packets` repeats the messages that the node has not acknowledged."""
         if node in self.connections:
             self.connections[node].channel.reconnected()
             self._touched[node] = None
 
     def call_off(self, order: msg.EndJob, now_s: float) -> None:
-        """Ends the job from outside."""
+        """Ends the job with the launcher's order."""
         self._happened(CalledOff(order), now_s)
 
     def drain(self, reason: str, now_s: float) -> None:
-        """Has the job end soon, at a step that all ranks have come to. Asked once more it changes nothing."""
+        """Begins a drain: the job ends soon, at a step that all ranks have completed. A second call has no effect."""
         self._happened(DrainAsked(reason), now_s)
 
     def tick(self, now_s: float) -> None:
-        """Acts on leases and deadlines that have come; harmless when none has."""
+        """Acts on expired leases and deadlines. Does nothing if there are none."""
         self._discount_own_pause(now_s)
         if self._lease_s is not None and self._check_leases_s is not None and now_s >= self._check_leases_s:
             self._has_put_off = now_s > self._check_leases_s + LATE_S and not self._has_put_off
@@ -327,7 +336,7 @@ class ControllerMachine:
             self._happened(DeadlineCame(), now_s)
 
     def _discount_own_pause(self, now_s: float) -> None:
-        """A controller that was itself held up cannot tell which nodes were silent meanwhile."""
+        """Extends all leases by the time in which the controller itself was paused, and could not hear any node."""
         gap_s, self._awake_s = now_s - self._awake_s, now_s
         if self._lease_s is not None and gap_s > self._lease_s * 2 * LEASE_CHECK_SHARE:
             for connection in self.connections.values():
@@ -347,30 +356,30 @@ class ControllerMachine:
         self._schedule_lease_check(lease_s, now_s)
 
     def _schedule_lease_check(self, lease_s: float, now_s: float) -> None:
-        """At the next moment at which a lease may run out, and often enough to notice that it was held up itself."""
+        """Schedules the next check: when a lease may expire, and often enough to notice the controller's own pauses."""
         soon_s = now_s + lease_s * LEASE_CHECK_SHARE
         due_s = min((connection.end_s(lease_s) for connection in self.connections.values()), default=now_s)
         self._check_leases_s = (due_s if now_s < due_s < soon_s else soon_s) if self.connections else None
 
     @property
     def is_heard(self) -> bool:
-        """Whether every node has heard all that it was told."""
+        """Whether every node has acknowledged all messages."""
         return all(connection.channel.is_heard for connection in self.connections.values())
 
     def next_deadline(self) -> float | None:
-        """When `tick` is next due; None while nothing is waited for."""
+        """Returns when `tick` is next due; None if there is no deadline."""
         dues = (self._check_leases_s, self._first_node_until_s, self.job.next_deadline())
         return min((due for due in dues if due is not None), default=None)
 
     # ---- out --------------------------------------------------------------------------------------------------------
 
     def take_entries(self) -> list[JournalEntry]:
-        """What must be in the journal before anything of `packets` is transmitted."""
+        """Returns the new journal entries. The caller must write them before it sends anything of `packets`."""
         entries, self._entries = self._entries, []
         return entries
 
     def packets(self, now_s: float) -> list[msg.Packet | msg.NodeEvicted]:
-        """The packets to send now."""
+        """Returns the packets to send now."""
         out: list[msg.Packet | msg.NodeEvicted] = list(self._answers)
         self._answers.clear()
         for node in self._touched:
@@ -383,15 +392,15 @@ class ControllerMachine:
     def bundles(
         self, now_s: float, routes: Mapping[str, int]
     ) -> tuple[list[msg.Packet | msg.NodeEvicted], list[tuple[int, PacketBundle]]]:
-        """The packets to send now, bundled for relays.
+        """Returns the packets to send now, bundled for relays.
 
         Args:
             now_s: the present time.
-            routes: node -> the relay that holds its connection.
+            routes: node -> the number of the relay that holds its connection.
 
         Returns:
-            what cannot be bundled, and bundles with their relays. For a node that has no connection there is nothing:
-            a new one begins with `reconnected`.
+            packets that cannot be bundled, and (relay, bundle) pairs. The result has nothing for a node without a
+            connection: its messages are sent after the next `reconnected`.
         """
         alone: list[msg.Packet | msg.NodeEvicted] = list(self._answers)
         self._answers.clear()
@@ -444,13 +453,13 @@ class ControllerMachine:
     def from_journal(
         cls, settings: RecoverySettings, entries: Iterable[JournalEntry], now_s: float, lease_s: float | None = LEASE_S
     ) -> ControllerMachine:
-        """The controller as its journal left it. Every lease starts over, for no node could renew it meanwhile.
+        """Builds the machine from a journal. Every lease starts over, because no node could renew it meanwhile.
 
         Args:
-            settings: those of the job, as at the first start.
-            entries: the journal, oldest first; a torn last line left away.
-            now_s: the present time, on the same clock as that of the entries.
-            lease_s: as at the first start.
+            settings: settings of the job, the same as at the first start.
+            entries: the journal, oldest first, without an incomplete last line.
+            now_s: the present time, on the clock of the entries.
+            lease_s: the same as at the first start.
         """
         machine = cls(settings, lease_s)
         heard: dict[str, int] = {}
@@ -477,7 +486,7 @@ class ControllerMachine:
 
 
 def _check(packet: msg.Packet) -> None:
-    """Before anything of it counts: a packet is refused as a whole, so that no part of it goes unnoticed."""
+    """Raises `RemoteProtocolError` if the node may not send one of the messages. So a packet is refused as a whole."""
     for number, report in enumerate(packet.messages, start=packet.first):
         named = report.node if isinstance(report, msg.NodeReport) else packet.node
         is_report = isinstance(report, msg.Report) and not isinstance(report, msg.StoreRequested)

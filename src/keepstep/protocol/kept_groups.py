@@ -1,8 +1,8 @@
 """Decides which process groups a recovery keeps, and which it rebuilds.
 
-A group stays if its connections are intact on every member and no byte is in transit on them. No member can see that
-alone: a root leaves a broadcast before the others have entered it. So each member claims what it knows, and all of them
-reach the same decision from the same claims. docs/PROTOCOL.md explains why this is correct.
+A recovery keeps a group if its connections are intact on every member and no byte is in transit on them. No member can
+see that alone: a root leaves a broadcast before the others have entered it. So each member claims what it knows, and
+all members reach the same decision from the same claims. docs/PROTOCOL.md explains why this is correct.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import msgspec
 
 
 class GroupClaim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one member says of a group: all that it has begun has ended, without an error, and nothing begins any more.
+    """The claim of one member of a group: all its operations have ended without an error, and it begins no more.
 
-    A member that cannot say so makes no claim. Operations are counted since the connections were made.
+    A member for which this is false makes no claim. Counts start when the connections were made.
     """
 
     generation: int
-    """In which the connections were made."""
+    """The generation in which the connections were made."""
     collectives: int
     sent: dict[int, int]
-    """Messages, by the rank in the group of the member that they were sent to."""
+    """Receiver's rank in the group -> number of messages sent to it."""
     received: dict[int, int]
-    """Messages, by the rank in the group of the member that they came from."""
+    """Sender's rank in the group -> number of messages received from it."""
 
 
 def why_rebuilt(claims: Sequence[GroupClaim | None]) -> str | None:
-    """Decides whether a group stays.
+    """Decides whether a recovery must rebuild a group.
 
     Args:
-        claims: of all its members, by rank in the group. None: a member that makes none.
+        claims: the claims of all members, by rank in the group; None for a member without a claim.
 
     Returns:
-        why it is rebuilt; None if it stays.
+        why it must be rebuilt; None if it is kept.
     """
     made = [claim for claim in claims if claim is not None]
     if len(made) < len(claims):

@@ -34,31 +34,31 @@ class Connect:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Undo:
-    """Restore the state of the interrupted step's start, then call `undone`."""
+    """Restore the state from the start of the interrupted step, then call `undone`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """Every rank had complete gradients: leave the barrier, run the optimizer step and complete the step."""
+    """Every rank has complete gradients: leave the barrier, run the optimizer step, and complete the step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """Get to the resume step, or send state to others; then call `loaded` or `fell_out`."""
+    """Go to the resume step, send state to other ranks, or both; then call `loaded` or `fell_out`."""
 
     order: msg.Recover
     action: Action
 
     def receives(self, rank: int | None) -> tuple[msg.Transfer, ...]:
-        """The transfer, if there is one, in which this rank gets its state."""
+        """Returns the transfer in which this rank receives its state, if there is one."""
         return tuple(each for each in (*self.order.transfers, *self.order.from_buddies) if rank in each.receivers)
 
     def sends(self, rank: int | None) -> tuple[msg.Transfer, ...]:
-        """The transfer, if there is one, in which this rank sends its own state."""
+        """Returns the transfer in which this rank sends its own state, if there is one."""
         return tuple(each for each in self.order.transfers if rank in each.sources)
 
     def sends_copies(self, rank: int | None) -> tuple[msg.Transfer, ...]:
-        """The transfers in which this rank sends other ranks' snapshots."""
+        """Returns the transfers in which this rank sends other ranks' snapshots."""
         return tuple(each for each in self.order.from_buddies if rank in each.sources)
 
 
@@ -69,20 +69,22 @@ class Train:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Save:
-    """The job ends at this step: write a checkpoint, if this rank is to, and call `saved`."""
+    """The job ends at this step: write a checkpoint if it is this rank's task, then call `saved`."""
 
     step: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class End:
-    """The loop is over, and the script's code after it may run: every rank has completed its last step, or the job is
-    drained and the script has handled SIGTERM."""
+    """Leave the loop, so that the script's code after it runs.
+
+    Every rank has completed its last step, or the job is drained and the agents send SIGTERM to the scripts.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveAndEnd:
-    """The job cannot continue: save the shard, report it, end."""
+    """The job cannot continue: save the shard, report it, and end."""
 
     order: msg.Rescue
 

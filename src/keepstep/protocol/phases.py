@@ -1,4 +1,4 @@
-"""The worker's machine: the life of one step, as a table.
+"""The phases of a step on one rank, and the table of allowed transitions.
 
 The table is the only description of what may follow what. `StepMachine` walks it, and the state diagram in
 ``docs/PROTOCOL.md`` is drawn from it.
@@ -13,22 +13,22 @@ from keepstep.errors import LocalProtocolError
 
 
 class Phase(enum.StrEnum):
-    """Where in a step a rank is; the same words stand in logs, reports and on the timeline."""
+    """The position of a rank in its step. Logs, reports and the timeline use the same words."""
 
     STARTING = "starting"
     """Before the first step: building the model, or waiting for a rank."""
     FORWARD = "forward"
     BACKWARD = "backward"
     SYNCED = "synced"
-    """All of the rank's own gradients are fully reduced; it is before, or in, the gradient barrier."""
+    """All of the rank's own gradients are fully reduced. The rank is before, or in, the gradient barrier."""
     OPTIMIZER = "optimizer"
-    """It has left the barrier: the update is local, needs no other rank, and is never interrupted."""
+    """The rank has left the barrier. The update is local, needs no other rank, and is never interrupted."""
     UPDATED = "updated"
-    """The step is complete; between two steps, or after the last."""
+    """The step is complete: the rank is between two steps, or after the last."""
 
 
 class StepEvent(enum.StrEnum):
-    """What moves a rank from one phase to the next."""
+    """The events that move a rank from one phase to the next."""
 
     STEP_ENTERED = "step entered"
     FORWARD_BEGUN = "forward begun"
@@ -54,14 +54,14 @@ TRANSITIONS: dict[tuple[Phase, StepEvent], Phase] = {
     (Phase.BACKWARD, StepEvent.STEP_UNDONE): Phase.UPDATED,
     (Phase.SYNCED, StepEvent.STEP_UNDONE): Phase.UPDATED,
 }
-"""(phase, event) -> next phase. Any other transition is a bug and raises."""
+"""(phase, event) -> next phase. Any other pair is a bug, and `StepMachine.advance` raises."""
 
 
 @dataclasses.dataclass(slots=True)
 class StepMachine:
-    """Where one rank is: the step that its tag names, and the phase.
+    """The step and the phase of one rank, as its tag shows them.
 
-    ``UPDATED`` at step ``i`` means that the parameters are at step ``i + 1``; before the first step the tag is
+    ``UPDATED`` at step ``i`` means that the parameters are at step ``i + 1``. Before the first step the tag is
     ``UPDATED`` at step ``-1``.
     """
 
@@ -69,10 +69,10 @@ class StepMachine:
     phase: Phase = Phase.STARTING
 
     def advance(self, event: StepEvent) -> Phase:
-        """Moves along the table.
+        """Goes to the phase that follows on an event, and returns it.
 
         Raises:
-            LocalProtocolError: the event has no meaning in the current phase.
+            LocalProtocolError: the table has no transition for the event in the current phase.
         """
         target = TRANSITIONS.get((self.phase, event))
         if target is None:
@@ -85,13 +85,17 @@ class StepMachine:
         return target
 
     def restored(self, step: int) -> None:
-        """The parameters have been brought to ``step`` from outside: a replica, a snapshot, a checkpoint."""
+        """Records that the parameters are at ``step`` now: loaded from a replica, a snapshot or a checkpoint.
+
+        Raises:
+            LocalProtocolError: the rank is in the middle of a step.
+        """
         self.advance(StepEvent.STATE_RESTORED)
         self.step = step - 1
 
     @property
     def parameters_at(self) -> int | None:
-        """The step whose forward would read the parameters as they are now; None while they are in between."""
+        """The step whose forward would read the current parameters. None in the update, and before the first step."""
         match self.phase:
             case Phase.STARTING | Phase.OPTIMIZER:
                 return None

@@ -1,7 +1,7 @@
 """One end of a reliable channel between an agent and the controller, over connections that may break.
 
-A message arrives exactly once and in order, or not at all: messages are numbered, duplicates are dropped, and so are
-messages that arrive too early, which are sent again. So the machines above see neither loss nor duplicates.
+A message arrives exactly once and in order, or not at all. Messages are numbered. The receiver drops duplicates, and
+messages after a gap, which the sender sends again. So the machines above see neither loss nor duplicates.
 """
 
 from __future__ import annotations
@@ -13,76 +13,76 @@ from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import AgentOrder, Packet, Report
 
 RESEND_S = 2.5
-"""A message is lost only together with its connection, and who opens a new one sends at once (`reconnected`); this
-is for a connection that goes on but swallowed something. Two heartbeats and a half: what nothing is said in answer to
-is acknowledged with the next heartbeat, for a packet of its own would double what a controller has to send."""
+"""A message without an acknowledgement is sent again after so long. Normally a message is lost only together with its
+connection, and after a new connection the channel sends again at once (`reconnected`). The timeout is for a connection
+that stays open but has lost something. It is two and a half heartbeats: a message without an answer is acknowledged
+with the next heartbeat, because a packet for each acknowledgement would double the packets of the controller."""
 CROSSING_S = 0.5
-"""What takes so long to arrive is lost: a packet that does not acknowledge a message and comes sooner may have met it
-on the way. Over a connection that takes longer to answer, messages come twice now and then."""
+"""If a packet does not acknowledge a message that was sent so long ago, the message counts as lost. A packet that
+arrives sooner may have crossed the message on the way. On a slower connection, some messages are sent twice."""
 MAX_MESSAGES = 1024
-"""In one packet: a long silence must not end in a frame beyond the size that is accepted."""
+"""Most messages in one packet, so that the frame after a long silence stays below the limit of the transport."""
 
 Spoken = Report | AgentOrder
 
 
 class ReliableChannel:
-    """One end, for one incarnation of a node's agent."""
+    """One end of a channel, for one incarnation of a node's agent."""
 
     def __init__(self, node: str, incarnation: int) -> None:
         self.node = node
         self.incarnation = incarnation
         self._unheard: deque[Spoken] = deque()
-        """Said, and not yet acknowledged; the first has the number ``_acknowledged``."""
+        """Messages that are not acknowledged yet. The first has the number ``_acknowledged``."""
         self._acknowledged = 0
         self._transmitted = 0
-        """How many were put into a packet since they were said, or since the connection came back."""
+        """Number of the next message to put in a packet. A loss or a new connection resets it to ``_acknowledged``."""
         self._received = 0
         self._patient_since_s: float | None = None
-        """When something was transmitted last of which not all is acknowledged yet, or some of that was."""
+        """The last time at which messages were sent, or some of them acknowledged; None if none wait for that."""
         self._owes_news = False
-        """Something has arrived that nothing transmitted since acknowledges."""
+        """Whether messages have arrived that no sent packet has acknowledged yet."""
         self._owes_answer = False
-        """The other end waits for that, and transmits for nothing what has arrived."""
+        """Whether the other end needs that acknowledgement at once: it repeats messages that have arrived, or asks."""
         self._misses = False
-        """Something has arrived beyond a gap, and the other end has not been told."""
+        """Whether a message has arrived after a gap, and no packet has reported that yet."""
 
     @property
     def received(self) -> int:
-        """How many messages of the other end have arrived."""
+        """How many messages of the other end have arrived without a gap."""
         return self._received
 
     @property
     def is_heard(self) -> bool:
-        """Whether the other end has heard all that was said."""
+        """Whether the other end has acknowledged all messages."""
         return not self._unheard
 
     @property
     def is_due(self) -> bool:
-        """Whether `packets` has something to send, except for repetitions because nothing at all comes back."""
+        """Whether `packets` has something to send, apart from repetitions after `RESEND_S`."""
         is_waiting = self._transmitted - self._acknowledged < len(self._unheard)
         return is_waiting or self._owes_answer or self._misses
 
     def say(self, messages: Iterable[Spoken]) -> None:
-        """Adds messages to what the other end must come to hear."""
+        """Queues messages for the other end."""
         self._unheard.extend(messages)
 
     def receive(self, packet: Packet, now_s: float) -> tuple[Spoken, ...]:
-        """The messages of a packet that are new and in order.
+        """Processes a packet, and returns its messages that are new and in order.
 
-        A packet of another incarnation must not come here: the owner of the channels picks by `incarnation`.
+        The caller must pass packets of this incarnation only.
 
         Raises:
-            RemoteProtocolError: its numbers cannot be; nothing has changed.
+            RemoteProtocolError: the packet's numbers are impossible. The channel has not changed.
         """
         num_skipped = self.accept(packet.first, packet.received, len(packet.messages), now_s, misses=packet.misses)
         return packet.messages[num_skipped:]
 
     def accept(self, first: int, received: int, num_messages: int, now_s: float, *, misses: bool = False) -> int:
-        """Takes in a packet by its numbers; see `Packet` and `receive`.
+        """Processes a packet by its numbers alone; see `Packet` and `receive`.
 
         Returns:
-            how many of its messages count for nothing, from the first on: those that came before, or all of them where
-            some before them are missing.
+            how many messages at the front of the packet to skip: those that arrived before, or all if there is a gap.
         """
         num_heard = received - self._acknowledged
         if first < 0 or num_heard > len(self._unheard):
@@ -98,8 +98,8 @@ class ReliableChannel:
         num_skipped = self._received - first
         if num_skipped < 0:
             self._misses = True
-            return num_messages  # some before it are missing, and will come again together with these
-        if num_skipped == 0 < num_messages:  # mostly
+            return num_messages  # earlier messages are missing; the other end sends them again together with these
+        if num_skipped == 0 < num_messages:  # the common case
             self._owes_news = True
             self._received += num_messages
             return 0
@@ -110,7 +110,7 @@ class ReliableChannel:
         return num_skipped
 
     def heard(self, received: int, now_s: float) -> None:
-        """The other end has received so many messages; what an older packet says of it changes nothing."""
+        """Records that the other end has received so many messages. A number from an older packet changes nothing."""
         if received <= self._acknowledged:
             return
         for _ in range(received - self._acknowledged):
@@ -120,15 +120,18 @@ class ReliableChannel:
         self._patient_since_s = now_s if self._unheard else None
 
     def reconnected(self) -> None:
-        """A new connection: what was not acknowledged may have been lost with the old one."""
+        """Records a new connection. `packets` repeats unacknowledged messages, which the old one may have lost."""
         self._transmitted = self._acknowledged
 
     def resume_at(self, received: int) -> None:
-        """The other end's messages up to this number are known, from a journal."""
+        """Records how many messages of the other end the journal contains."""
         self._received = received
 
     def single(self, now_s: float) -> tuple[int, Spoken] | None:
-        """The one message that is to be transmitted now, with its number; None where `packets` has more to say."""
+        """Returns the number of the only message to send now, and the message, and counts it as sent.
+
+        Returns None, and changes nothing, unless exactly one message is to be sent: then call `packets`.
+        """
         since_s, num_waiting = self._patient_since_s, len(self._unheard) - (self._transmitted - self._acknowledged)
         if num_waiting != 1 or self._misses or (since_s is not None and since_s <= now_s - RESEND_S):
             return None
@@ -139,11 +142,11 @@ class ReliableChannel:
         return first, self._unheard[-1]
 
     def packets(self, now_s: float, *, heartbeat: bool = False) -> list[Packet]:
-        """What is to be transmitted now: what was not yet, or was and got no answer in time.
+        """Returns the packets to send now: with new messages, and with messages not acknowledged in time.
 
         Args:
             now_s: the present time in seconds.
-            heartbeat: transmit a packet even if there is nothing to say.
+            heartbeat: return a packet even if there is no message to send.
         """
         if self._is_waiting_since(now_s - RESEND_S):
             self._transmitted = self._acknowledged
@@ -163,5 +166,5 @@ class ReliableChannel:
         return packets
 
     def _is_waiting_since(self, at_s: float) -> bool:
-        """Whether nothing was retransmitted and nothing acknowledged since then, though something should be."""
+        """Whether messages wait for an acknowledgement, and nothing was sent or acknowledged since then."""
         return self._patient_since_s is not None and self._patient_since_s <= at_s

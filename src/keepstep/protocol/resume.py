@@ -1,9 +1,9 @@
 """The resume rule: at which step training continues after a failure.
 
     Resume at the greatest step that every live copy can be brought to.
-    If there is none: at the greatest that every shard can reach through at least one holder.
+    If there is none, resume at the greatest step that every shard can reach through at least one holder.
 
-A holder's *reach* is the set of steps its copy of the shard can be brought to from where it stopped:
+A holder's *reach* is the set of steps to which it can bring its copy of the shard from where it stopped:
 
 =====================================================  ==========
 stopped in                                             reach
@@ -25,10 +25,10 @@ from keepstep.protocol.phases import Phase
 
 
 class Action(enum.StrEnum):
-    """What one rank does to get to the resume step."""
+    """The way in which one rank gets to the resume step."""
 
     STAY = "stay"
-    """Its parameters are at the resume step already; what the broken step left is dropped."""
+    """Its parameters are at the resume step already. It drops what the interrupted step has left."""
     ADVANCE = "advance"
     """It runs the update it was synced for."""
     REWIND = "rewind"
@@ -38,7 +38,7 @@ class Action(enum.StrEnum):
 
 
 def reach(step: int, phase: Phase) -> frozenset[int]:
-    """The steps that a live rank's shard can be at, given where it stopped.
+    """Returns the reach of a live rank, given where it stopped.
 
     Args:
         step: the step that the rank's tag names.
@@ -56,11 +56,11 @@ def reach(step: int, phase: Phase) -> frozenset[int]:
 
 
 def resume_step(shards: Mapping[str, Iterable[frozenset[int]]]) -> int | None:
-    """The greatest step that every shard can reach through at least one holder, or None if there is none.
+    """Returns the greatest step that every shard can reach through at least one holder, or None if there is none.
 
     Args:
-        shards: for each shard of the job, the reach of each of its live holders (and checkpoints). A shard that
-            lost all of its holders must be present with no holder: leaving it out would resume without it.
+        shards: for each shard of the job, the reach of each of its live holders (and checkpoints). A shard that has
+            lost all of its holders must be present with no holder: without the entry, the job would resume without it.
     """
     reachable = [frozenset().union(*holders) for holders in shards.values()]
     if not reachable:
@@ -69,22 +69,23 @@ def resume_step(shards: Mapping[str, Iterable[frozenset[int]]]) -> int | None:
 
 
 def common_step(reaches: Iterable[frozenset[int]], *, would_communicate: bool = False) -> int | None:
-    """The greatest step that every live copy can be brought to by its own rank, or None if there is none.
+    """Returns the greatest step to which every rank with a live copy can bring it itself, or None if there is none.
 
     Args:
-        reaches: for each live copy the steps it can be at, and those of the checkpoints that its rank can load; copies
-            that reach nothing left away.
-        would_communicate: a rank that would have to run its update, while the groups are broken, knows that the update
-            holds a collective. Its value would be missing, and the copy might be of no use. So the least common step is
-            taken: where no rank has left the gradient barrier, or only some whose copies are partially updated, the
-            step is computed again.
+        reaches: for each live copy its reach, and the steps of the checkpoints that its rank can load. The caller
+            leaves out copies that reach no step.
+        would_communicate: the update of a synced rank contains a collective. The groups are broken, so the collective
+            would return no valid value, and the copy could become useless. Then the function returns the least common
+            step: if no rank has left the gradient barrier, or only ranks with partially updated copies have, the ranks
+            compute the step again.
 
-    Where it exists it is taken, although `resume_step` may be greater by one: no rank then gives up a good copy for one
-    that is still to come. Simulated jobs were lost otherwise: ranks that were synced ran the update, the only rank that
-    was to send the new state of another shard died before it had, and no step was left that all shards could reach.
+    The caller prefers this step, although `resume_step` may be greater by one: so no rank gives up a good copy for a
+    transfer that has yet to succeed. Without this preference, simulated jobs were lost: synced ranks ran their update,
+    the only rank that held the new state of another shard died before it had sent it, and no step was left that all
+    shards could reach.
 
-    It always exists between copies of which none was restored halfway. If a rank has left the gradient barrier of step
-    i, every other one has at least complete gradients of it, and all can be at i+1; if none has, all can be at i.
+    The step always exists if no copy is halfway restored. If a rank has left the gradient barrier of step i, every
+    other rank has complete gradients of step i, and all can be at i+1. If no rank has left it, all can be at i.
     """
     live = list(reaches)
     if not live:
@@ -94,12 +95,12 @@ def common_step(reaches: Iterable[frozenset[int]], *, would_communicate: bool = 
 
 
 def action(step: int, own_reach: frozenset[int], current_step: int | None, snapshots: frozenset[int]) -> Action:
-    """How one rank gets to ``step``.
+    """Returns how one rank gets to ``step``.
 
     Args:
         step: the resume step.
         own_reach: the reach of the rank's live copy (empty for a replacement, or for a partially updated one).
-        current_step: the step the live copy is at now, None if it is at none.
+        current_step: the step that the live copy is at now; None if it is at none.
         snapshots: the steps of which this rank can load a snapshot or checkpoint.
     """
     if step in own_reach:

@@ -1,20 +1,20 @@
 """When a rank takes snapshots of its state, where they are kept, and which of them count.
 
-A rank keeps its two newest snapshots in memory of its node. Where all that hold a shard would be lost with one node or
-failure domain, another rank keeps a second copy of each of them: its *buddy*, in another failure domain.
+A rank keeps its two newest snapshots in memory of its node. If all holders of a shard would be lost with one node or
+failure domain, another rank keeps a second copy of each snapshot: its *buddy*, in another failure domain.
 
-The copy for step s begins when step s is handed out, and has to be complete before the rank counts as synced in s. The
-second copy has longer: until the gradient barrier of the step before the next snapshot. So where one rank has passed
-the barrier of step s, all hold the snapshot of s. Where one begins the next snapshot, all have both copies of the one
-before, and the older one's memory may be written again. No message is needed for that, and whenever ranks or nodes are
-lost there is a newest step of which all have, or had, a snapshot.
+A rank begins the snapshot of step s when step s is yielded, and must complete it before the rank counts as synced in s.
+It must complete the second copy before the gradient barrier of the step before the next snapshot. So when one rank has
+passed the barrier of step s, all ranks hold the snapshot of s. When one rank begins the next snapshot, all ranks have
+both copies of the last one, and may overwrite the older one. This needs no message. Whenever ranks or nodes are lost,
+there is a newest step of which all ranks have, or had, a snapshot.
 
-A recovery can interrupt that: the newest snapshot may have no second copy yet when all resume, and take their first
-snapshot of the new generation. Then the one before it must not be written over. Which one that is, the controller says
-in `keepstep.protocol.messages.Recover`: it knows from all ranks what they hold.
+A recovery can interrupt that. When all ranks resume and take their first snapshot of the new generation, the newest
+snapshot may have no second copy yet. Then no rank may overwrite the snapshot before it. The controller knows which
+snapshots all ranks hold, and names the step in `keepstep.protocol.messages.Recover` (``kept_step``).
 
-A buddy's node may have no memory for a second copy. A job that starts ends then. Later it goes on: the rank's snapshots
-are on its own node only until another one keeps them (`SecondCopyPlan`).
+A buddy's node may have no memory for a second copy. At its start, a job ends then. Later the job continues, and the
+rank's snapshots are on its own node only, until another rank keeps the second copies (`SecondCopyPlan`).
 """
 
 from __future__ import annotations
@@ -27,89 +27,89 @@ from types import MappingProxyType
 from keepstep.protocol.messages import Membership
 
 NUM_KEPT = 2
-"""Snapshots of one rank in one place: the newest, and the one that is written meanwhile."""
+"""Number of snapshots of one rank in one place: the newest, and the one that is being written."""
 START_COPIES = NUM_KEPT + 1
-"""Second copies that each rank of a new job has to find memory for: of the first there is no optimizer state yet, and
-the next two are written to memory of their own."""
+"""Number of second copies for which each rank of a new job must find memory. The first one has no optimizer state yet,
+and each of the next two is written to new memory."""
 TRIAL_EVERY = 2
-"""Steps from one snapshot to the next while it is measured what one costs: the others show what steps are without."""
+"""Steps from one snapshot to the next while their cost is measured. The steps between show the time without one."""
 NUM_TRIALS = 16
-"""Steps in which that is measured. Of a new job's first snapshot there is no optimizer state yet, and the next two
-touch the memory for the first time, each another part of it. Five more are left, and what they cost is their median: a
-trial of five steps in all chose two to four times as many as were needed (benchmarks/results/2026-11-25-snapshots.md).
-"""
+"""Number of steps in which the cost is measured. The first snapshot of a new job has no optimizer state yet, and the
+next two touch their memory for the first time. The cost is the median of the other five. A trial of five steps in all
+chose two to four times too many steps between snapshots (benchmarks/results/2026-11-25-snapshots.md)."""
 SHARE = 0.01
-"""What snapshots may cost by themselves, of the time of all steps."""
+"""The share of the training time that snapshots may cost if keepstep chooses the interval."""
 
 
 class SnapshotSchedule:
-    """When snapshots are due. All ranks count from the step at which they resumed together."""
+    """Decides when snapshots are due. All ranks count from the step at which they resumed together."""
 
     def __init__(self, wanted: int | None) -> None:
         """Args:
-        wanted: steps from one snapshot to the next; 0: none is taken; None: as few as a shard without replicas
-            needs, and as cost `SHARE`.
+        wanted: steps from one snapshot to the next. 0 disables snapshots. None: keepstep takes snapshots only if a
+            shard has no replica elsewhere (`lone_shards`), as often as `SHARE` allows.
         """
         self._wanted = wanted
         self._first = 0
         self._every: int | None = 0
         self.known = 0
-        """What was agreed in an earlier generation, and can be again; 0: nothing."""
+        """The interval on which the ranks agreed in an earlier generation, and can agree again; 0 if none."""
         self._is_on_several_nodes = False
 
     @property
     def every(self) -> int | None:
-        """Steps from one snapshot to the next; 0: none is taken; None: it is being measured."""
+        """Steps from one snapshot to the next. 0: snapshots are disabled. None: the ranks still measure the cost."""
         return self._every
 
     def resumed(self, step: int, membership: Membership | None) -> None:
-        """All ranks stand at this step, and go on from there: a replacement has no snapshot of its own yet.
+        """Starts the schedule over at the step at which all ranks resume: a replacement has no snapshot yet.
 
         Args:
-            step: the step.
-            membership: of the generation.
+            step: the resume step.
+            membership: the membership of the generation.
         """
         self._first = step
         self._every = self._wanted
         if self._wanted is None and not (membership and lone_shards(membership)):
             self._every = 0
         is_on_several_nodes = membership is not None and len(membership.nodes) > 1
-        if is_on_several_nodes is not self._is_on_several_nodes:  # a second copy is a cost of its own
+        if is_on_several_nodes is not self._is_on_several_nodes:  # second copies change the cost
             self._is_on_several_nodes, self.known = is_on_several_nodes, 0
 
     def is_due(self, step: int) -> bool:
-        """Whether a snapshot of this step is to be taken, or held already."""
+        """Returns whether each rank must take a snapshot of this step, unless it holds one already."""
         if self._every == 0:
             return False
         return (step - self._first) % (self._every or TRIAL_EVERY) == 0
 
     def is_second_copy_due(self, step: int) -> bool:
-        """Whether a rank may pass the gradient barrier of ``step`` only when its buddy has all of its newest snapshot.
+        """Returns whether a rank may pass the gradient barrier of ``step`` only once its buddy has its newest snapshot.
 
-        So it is in the first step of a generation, too: with it every rank has its two copies again.
+        This also holds for the first step of a generation: after it, every rank has two copies again.
         """
         return self._every != 0 and (step == self._first or self.is_due(step + 1))
 
     def is_agreed_in(self, step: int) -> bool:
-        """Whether the ranks may agree in this step's gradient barrier how often snapshots are taken from then on.
+        """Returns whether the ranks may agree on the interval of snapshots in this step's gradient barrier.
 
-        In the first step they do if one of them knows what was agreed before; a replacement does not know it.
+        In the first step they agree if one of them knows the former interval. A replacement does not know it.
         """
         return self._every is None and step in (self._first, self._first + NUM_TRIALS - 1)
 
     def is_first(self, step: int) -> bool:
-        """Whether it is the step at which all resumed."""
+        """Returns whether all ranks resumed at this step."""
         return step == self._first
 
     def agreed(self, every: int) -> None:
-        """They have: none takes them more often than the one that asked for the fewest."""
+        """Records the interval on which the ranks have agreed: the greatest that any rank asked for."""
         self._every = self.known = every
 
 
 def lone_shards(membership: Membership) -> frozenset[str]:
-    """The shards whose holders all fail together.
+    """Returns the shards whose holders would all fail together.
 
-    They are in one failure domain; in a job of one domain, on one node; in a job of one node, one rank holds the shard.
+    Their holders are in one failure domain. In a job with one domain, they are on one node. In a job with one node, a
+    single rank holds the shard.
     """
     if len(membership.nodes) == 1:
         counts = Counter(membership.shard_numbers)
@@ -124,15 +124,16 @@ def lone_shards(membership: Membership) -> frozenset[str]:
 
 
 def buddies(membership: Membership, refused: Mapping[int, int] = MappingProxyType({})) -> dict[int, int]:
-    """For each rank whose shard is lone the rank that keeps a second copy of its snapshots: empty on a single node.
+    """Returns the buddy of each rank with a lone shard. Empty on a single node.
 
-    The nodes stand in a ring, those of one failure domain side by side, and each has its copies as many nodes further
-    as the largest domain has: so no buddy is in the same domain, unless one has more than half of all nodes.
+    The nodes form a ring in which nodes of one failure domain are neighbours. The buddy of a rank is on the node that
+    is as many places further as the largest domain has nodes. So it is in another domain, unless one domain has more
+    than half of the nodes.
 
     Args:
-        membership: of the generation.
-        refused: by rank how many buddies had no room for it. Each time it is the turn of the next node in the ring, and
-            after the last one of the first again.
+        membership: the membership of the generation.
+        refused: rank -> how many buddies had no memory for it. Each refusal moves the buddy to the next node in the
+            ring.
     """
     lone = lone_shards(membership) if len(membership.nodes) > 1 else ()
     if not lone:
@@ -154,33 +155,34 @@ def buddies(membership: Membership, refused: Mapping[int, int] = MappingProxyTyp
 
 
 class SecondCopyPlan:
-    """Which rank keeps whose second copies: in each generation `buddies`, and other ones where a node has no room.
+    """Decides which rank keeps whose second copies: `buddies`, or others if a node has no memory.
 
-    A rank whose buddy has no room says so in the gradient barrier in which all second copies are due. In each such
-    barrier all ranks hear one rank, that of the greatest number, and from the next snapshot on it has another buddy.
-    Those that were not heard ask their buddy again with each snapshot, as do those that no node has room for.
+    A rank whose buddy has no memory reports that in the gradient barrier in which second copies are due. The barrier
+    computes a maximum, so all ranks learn of one such rank, the one with the greatest number. From the next snapshot
+    on, this rank has another buddy. The others ask their buddy again with each snapshot, as do ranks for which no node
+    has memory.
     """
 
     def __init__(self) -> None:
         self.buddies: dict[int, int] = {}
-        """Of all ranks that have one."""
+        """Rank -> its buddy, for all ranks that have one."""
         self._rank = -1
         self._membership: Membership | None = None
         self._generation = 0
         self._num_doubled = 0
-        """Second copies of this process's snapshots that a buddy had room for; no more than `START_COPIES` count."""
+        """How many second copies of this process's snapshots a buddy has taken, at most `START_COPIES`."""
         self._refused: dict[int, int] = {}
-        """By rank how many times it was heard in this generation."""
+        """Rank -> how often all ranks learned of its refusal in this generation."""
         self.lacks_room = False
-        """This rank's buddy had no room for its newest snapshot."""
+        """Whether this rank's buddy had no memory for its newest snapshot."""
 
     def resumed(self, rank: int, membership: Membership | None, generation: int) -> None:
-        """All ranks stand at one step, and no one was refused yet.
+        """Starts over at the resume step of a generation, without refusals.
 
         Args:
-            rank: this one.
-            membership: of the generation; None where no snapshots are taken.
-            generation: its number.
+            rank: the rank of this process.
+            membership: the membership of the generation; None if snapshots are disabled.
+            generation: the generation.
         """
         self._rank, self._membership, self._generation = rank, membership, generation
         self._refused, self.lacks_room = {}, False
@@ -188,34 +190,34 @@ class SecondCopyPlan:
 
     @property
     def buddy(self) -> int | None:
-        """The rank that keeps this one's."""
+        """The rank that keeps this rank's second copies; None if there is none."""
         return self.buddies.get(self._rank)
 
     @property
     def wards(self) -> tuple[int, ...]:
-        """The ranks whose buddy this one is."""
+        """The ranks whose buddy this rank is, ascending."""
         return tuple(sorted(ward for ward, buddy in self.buddies.items() if buddy == self._rank))
 
     def doubled(self) -> None:
-        """The buddy has all of this rank's newest snapshot."""
+        """Records that the buddy has the whole newest snapshot of this rank."""
         self._num_doubled = min(START_COPIES, self._num_doubled + 1)
         self.lacks_room = False
 
     def refused(self) -> bool:
-        """The buddy's node has no room for it.
+        """Records that the buddy's node has no memory for the newest snapshot.
 
         Returns:
-            whether the job goes on without it. If not it has just begun, and does not have the memory that it needs.
+            whether the job continues without the second copy. A job that has just begun must not.
         """
         self.lacks_room = True
         return self._generation > 1 or self._num_doubled == START_COPIES
 
     def contribution(self) -> int:
-        """This rank's number in a gradient barrier in which second copies are due; the maximum is that of one rank."""
+        """Returns this rank's value in a gradient barrier with due second copies, whose maximum `reduced` gets."""
         return self._rank + 1 if self.lacks_room else 0
 
     def reduced(self, number: int) -> bool:
-        """The greatest that any rank has said.
+        """Processes the maximum of all contributions.
 
         Returns:
             whether a rank has another buddy from the next snapshot on.
@@ -228,22 +230,22 @@ class SecondCopyPlan:
 
 
 def fewest_steps(cost_s: float, step_s: float) -> int:
-    """How many steps must lie between two snapshots, so that they cost no more than `SHARE` of the time.
+    """Returns the least interval of snapshots, in steps, at which they cost no more than `SHARE` of the time.
 
     Args:
-        cost_s: by how much a snapshot makes a step longer.
-        step_s: how long a step takes.
+        cost_s: by how much a snapshot prolongs a step, in seconds.
+        step_s: duration of a step without one, in seconds.
     """
     return max(1, math.ceil(cost_s / (SHARE * step_s)))
 
 
 def slot_to_replace(held: Mapping[int, tuple[int, int]], rank: int, kept_step: int | None) -> int | None:
-    """Which memory a new snapshot of a rank is written to; None: memory that holds nothing.
+    """Returns the slot that a new snapshot of a rank overwrites; None if the rank may use an empty slot.
 
     Args:
-        held: the rank and step of each whole snapshot, by the number of its slot.
-        rank: whose snapshot is to be written; it is newer than all of this rank that are held.
-        kept_step: of the snapshot that is not written over, however old it is.
+        held: slot -> (rank, step) of each complete snapshot.
+        rank: the rank of the new snapshot, which is newer than all its others.
+        kept_step: the step of a snapshot that must not be overwritten, however old it is.
     """
     own = {slot: step for slot, (whose, step) in held.items() if whose == rank}
     if len(own) < NUM_KEPT:
@@ -252,5 +254,5 @@ def slot_to_replace(held: Mapping[int, tuple[int, int]], rank: int, kept_step: i
 
 
 def outdated(held: Mapping[int, tuple[int, int]], step: int) -> list[int]:
-    """The slots whose snapshots count no more when all ranks resume at ``step``: later steps will be computed again."""
+    """Returns the slots with snapshots of steps after ``step``: invalid when all ranks resume at ``step``."""
     return [slot for slot, (_rank, of_step) in held.items() if of_step > step]

@@ -31,7 +31,7 @@ from keepstep.protocol.resume import Action
 
 
 class WorkerState(enum.StrEnum):
-    """What the training thread is at."""
+    """What the training thread does or waits for."""
 
     LAUNCHED = "launched"
     JOINING = "joining"
@@ -54,26 +54,26 @@ WAITS_FOR_ORDERS = frozenset(
 
 
 class Urgency(enum.Enum):
-    """What the listener must do at once when an order has come."""
+    """What the listener thread must do at once on an order."""
 
     NONE = enum.auto()
     BREAK = enum.auto()
     """Break the communicators."""
     SETTLE = enum.auto()
-    """Break them when the backward has ended, or has had its time: call `settled`."""
+    """Break them when the backward has ended, or its time is over. Call `settled` then."""
 
 
 class WorkerMachine:
-    """One worker, from its first line to its last. Touches no tensor, and knows no clock.
+    """One worker, from its start to its end. The machine touches no tensor and reads no clock.
 
-    It counts generations, and between two events these hold (`tests/sim/test_worker_fields.py`)::
+    Between two events, these invariants of its generation numbers hold (`tests/sim/test_worker_fields.py`)::
 
         _failed_generation  <=  generation  <=  _target  <=  target_generation
         _completed  <=  _resumed  <=  generation  <=  _order.generation
         _reported  <=  max(_stop_generation, _target)
         _advanced  <=  _stop_generation
 
-    None of them ever falls but ``_target``, which falls back to ``generation`` where a start-up ends without its peers.
+    None of them decreases, except ``_target``: it falls back to ``generation`` if a start-up ends without its peers.
     """
 
     def __init__(self, worker: int, pid: int, rank: int | None) -> None:
@@ -84,69 +84,73 @@ class WorkerMachine:
         self.generation = 0
         """The generation whose groups this rank has connected; 0 before the first."""
         self.used_echo = False
-        """Something was echoed since the groups were last connected."""
+        """Whether a collective was echoed since the groups were last connected."""
         self.partially_updated = False
-        """The parameters are in between, and reach no step."""
+        """Whether the parameters are between two steps: the reach is empty."""
         self.in_doubt = False
-        """It counts as partially updated until `found_whole`: a wrong value may be in the state permanently."""
+        """Whether a wrong value may be in the state. The copy counts as partially updated until `found_whole`."""
         self.communicates_in_update = False
-        """The script has run a collective after the gradient barrier."""
+        """Whether the script has run a collective after the gradient barrier."""
         self.stopped_in: tuple[int, Phase] | None = None
-        """Step and phase in which this rank was interrupted, until it is connected again."""
+        """Step and phase in which this rank was interrupted; None once its groups are connected again."""
         self._pid = pid
         self.assignment: msg.Assign | None = None
-        """The rank that this worker was given last, with its number on its node."""
+        """The last `Assign`: the rank of this worker, and its local rank."""
         self.membership: msg.Membership | None = None
-        """Of the generation that is being recovered to, or trained in."""
+        """The membership of the current generation, or of the one to which this rank recovers."""
         self.replaced: frozenset[int] = frozenset()
-        """Ranks that other workers hold than when the groups were last connected, as far as this rank was told."""
+        """The ranks whose worker has changed since the groups were last connected, by the `Recover` orders so far."""
         self._stop_generation = 0
         """The newest generation that a `Stop` has begun; 0 before the first `Stop`."""
         self._failed_generation = -1
-        """The generation in which a collective of this rank failed last; -1: none has."""
+        """The last generation in which a collective of this rank failed; -1 if none has."""
         self._settling: int | None = None
-        """``_stop_generation``, of a generation yet to connect, while that `Stop` waits for the end of the backward."""
+        """``_stop_generation`` while that `Stop` waits for the end of the backward; else None."""
         self._target = 0
-        """The generation that this rank connects, or connected last; above ``generation`` until all groups are."""
+        """The generation that this rank connects, or connected last. Above ``generation`` until all groups are."""
         self._reported = 0
-        """The newest generation for which the safe point was reported, or which this rank fell out of."""
+        """The newest generation for which this rank has reported its safe point, or out of which it fell."""
         self._snapshots: tuple[int, ...] = ()
         """The steps of the snapshots and checkpoints that this rank can load."""
         self._second_copies: msg.SnapshotsByRank = ()
         self.inherited: list[msg.InheritSnapshots] = []
-        """Where snapshots are in other memory of the node; the shell takes them out."""
+        """Snapshots in other memory of the node, to load or to send. The shell removes the entries."""
         self._order: msg.Recover | None = None
-        """From loading to training that of ``generation``, while standing that of a newer one; None before it came."""
+        """The `Recover` order: that of ``generation`` from loading to training, of a newer one while standing."""
         self._advanced = 0
-        """The newest generation in which this rank was to run the update it was synced for; 0: in none yet."""
+        """The newest generation in which this rank had to run the update for which it was synced; 0 if none."""
         self._resumed = 0
-        """The newest generation whose `Resume` has come."""
+        """The newest generation with a `Resume`."""
         self._completed = 0
-        """The newest generation whose `Complete` has come."""
+        """The newest generation with a `Complete`."""
         self._rescue: msg.Rescue | None = None
         self._hold: msg.Holding | None = None
-        """What this rank has answered to the last `Hold`."""
+        """The answer of this rank to the last `Hold`."""
         self._unsent: msg.Holding | None = None
         """``_hold`` until it is sent."""
         self._next_stop = 0
-        """The step at which it asks for the next time what to do; in training the present one or the next."""
+        """The step before which the training thread next calls `next_move`: the current one or the next."""
         self._drain: msg.Drain | None = None
         self.terminated = False
-        """The job ends at the step at which this rank stands, and the script has been told to end."""
+        """Whether a `Terminate` has come: the agent sends SIGTERM to the script, and the job ends."""
         self._started = False
-        """Whether the script has come to its first step."""
+        """Whether the script has reached its first step."""
         self._sayings: list[msg.WorkerReport] = []
 
     # ---- the listener -----------------------------------------------------------------------------------------------
 
     def receive(self, order: msg.WorkerOrder) -> Urgency:
-        """Takes one order; says what cannot wait for the training thread."""
+        """Records an order, in the listener thread. Returns what the listener must do at once.
+
+        Raises:
+            RemoteProtocolError: a `Recover` order without the complete membership.
+        """
         match order:
             case msg.Assign():
                 self.assignment, self.rank = order, order.rank
             case msg.InheritSnapshots():
                 self.inherited.append(order)
-                if self.rank in (None, order.rank):  # else it is to send them
+                if self.rank in (None, order.rank):  # else this rank must send them, not load them
                     self._snapshots = tuple(sorted({*self._snapshots, *order.steps}))
             case msg.Stop() if order.generation > self._stop_generation:
                 return self._stop(order)
@@ -176,40 +180,40 @@ class WorkerMachine:
 
     def _stop(self, order: msg.Stop) -> Urgency:
         in_time = self.steps.phase is Phase.BACKWARD and self.steps.step == order.synced_step
-        settles = in_time and not self._failed  # a backward that has failed here has ended already
+        settles = in_time and not self._failed  # after a failed collective, the backward has ended already
         self._settling = order.generation if settles else None
         self._stop_generation = order.generation
         return Urgency.SETTLE if settles else Urgency.BREAK
 
     def settled(self, generation: int | None = None) -> Urgency:
-        """The backward has ended, or has had its time (for the `Stop` of ``generation``)."""
+        """Ends the wait for the backward: it has ended, or its time for the `Stop` of ``generation`` is over."""
         if self._settling is None or generation not in (None, self._settling):
             return Urgency.NONE
         self._settling = None
         return Urgency.BREAK
 
     def holding(self) -> msg.Holding | None:
-        """The answer to a `Hold` that has just come, to be sent at once: the training thread may be in a collective."""
+        """Returns the answer to a new `Hold`, once. The listener sends it: the other thread may be in a collective."""
         answer, self._unsent = self._unsent, None
         return answer
 
-    # ---- what any thread may ask or tell ----------------------------------------------------------------------------
+    # ---- what any thread may call -----------------------------------------------------------------------------------
 
     @property
     def interrupted(self) -> bool:
-        """Whether the training thread shall come to a safe point. Cheap: it is asked many times in a step."""
-        generation = self.generation  # what `_stopping` and `_failed` say: a call of each takes longer than all of this
+        """Whether the training thread must go to a safe point. It is read many times in a step, so it must be cheap."""
+        generation = self.generation  # `_stopping` and `_failed` inlined: their calls would take longer than this line
         return (self._stop_generation > generation and self._settling is None) or self._failed_generation == generation
 
     @property
     def target_generation(self) -> int:
-        """The generation that this rank is in, or on its way to."""
+        """The generation in which this rank is, or to which it is on its way."""
         assigned = self.assignment.generation if self.assignment is not None else 0
         return max(assigned, self._stop_generation, self.generation)
 
     @property
     def owes_safe_point(self) -> bool:
-        """Whether a `Stop` is to be answered: call `can_load` before `next_move`."""
+        """Whether a `Stop` waits for its answer: call `holds` before `next_move`."""
         return self._stop_generation > self._reported
 
     @property
@@ -226,7 +230,7 @@ class WorkerMachine:
         return self._stop_generation > generation
 
     def collective_failed(self, group: str, error: str) -> msg.CollectiveFailed | None:
-        """A collective ended in an error: a peer may be gone. Returns the hint to send, the first time."""
+        """Records that a collective has failed. Returns the hint for the controller, the first time in a generation."""
         if self.state is WorkerState.COMPLETE:
             return None
         first = not self._failed and not self._stopping
@@ -234,29 +238,26 @@ class WorkerMachine:
         return msg.CollectiveFailed(self.worker, self.generation, group, error) if first else None
 
     def echoed(self) -> None:
-        """A collective was answered by echo."""
+        """Records that the echo has answered a collective."""
         self.used_echo = True
 
     def lost_value(self) -> None:
-        """Something went wrong where nothing is undone any more: after the gradient barrier or after the step.
-
-        A collective was cut off there, or an optimizer's ``step()`` has raised.
-        """
+        """Records that a collective or an optimizer's ``step()`` has failed where the step can no longer be undone."""
         self.partially_updated = self.in_doubt = True
 
     def found_whole(self) -> None:
-        """What went wrong has no part in the state."""
+        """Records that the state contains no wrong value after all, although `lost_value` was called."""
         if self.in_doubt:
             self.partially_updated = self.in_doubt = False
 
     def found_partially_updated(self) -> None:
-        """It may have, and the copy is restored from another one."""
+        """Records that the state may contain a wrong value, so that this copy is restored from another one."""
         self.in_doubt = False
 
     # ---- the training thread: what to do next -----------------------------------------------------------------------
 
     def next_move(self) -> Move:
-        """What to do next; a `SendReport` counts as done when it was returned."""
+        """Returns the next move of the training thread. A returned `SendReport` counts as done."""
         if self._sayings:
             return SendReport(self._sayings.pop(0))
         if self._rescue is not None and self.state in WAITS_FOR_ORDERS:
@@ -318,7 +319,7 @@ class WorkerMachine:
         return self._drain is not None and self._is_draining and self._at >= self._drain.step
 
     def _next_step(self) -> Move:
-        """The next step, unless the job ends before it."""
+        """Returns the move before the next step: train, wait for the end of a `Hold`, or save because the job ends."""
         if self._stands_at_the_end:
             return self._go_on(WorkerState.SAVING, Save(self._at))
         is_held = self._hold is not None and self._hold.generation == self.generation and self._at >= self._hold.step
@@ -336,7 +337,7 @@ class WorkerMachine:
             return self._go_on(WorkerState.BUILDING, Build())
         assigned = self.assignment.generation if self.assignment is not None else 0
         if self._stop_generation > assigned:
-            self.used_echo = True  # the start-up goes on in echo and ends at the first step
+            self.used_echo = True  # the start-up continues with echoed collectives and ends at the first step
             return self._go_on(WorkerState.BUILDING, Build())
         return self._connect(assigned) if assigned else Wait()
 
@@ -351,7 +352,7 @@ class WorkerMachine:
         return self._go_on(WorkerState.CONNECTING, Connect(generation))
 
     def _stand(self, after: int) -> Move:
-        """Waits for the decision on every `Stop` after the generation that is over."""
+        """Stops training, because generation ``after`` is over, and waits for the decision on each later `Stop`."""
         self._reported = max(self._reported, after)
         self._order = None
         self.state = WorkerState.STANDING
@@ -414,7 +415,7 @@ class WorkerMachine:
         return action
 
     def own_reach(self) -> tuple[int, ...]:
-        """The steps this rank's copy can be at."""
+        """Returns the reach of this rank's copy, ascending."""
         if self.partially_updated:
             return ()
         return tuple(sorted(resume.reach(self.steps.step, self.steps.phase)))
@@ -422,7 +423,7 @@ class WorkerMachine:
     # ---- the training thread: how it went ---------------------------------------------------------------------------
 
     def connected(self) -> None:
-        """The groups are connected in the generation that was asked for."""
+        """Records that all groups are connected in the generation of the `Connect` move."""
         generation = self._target
         self.generation = generation
         self.used_echo = False
@@ -435,7 +436,7 @@ class WorkerMachine:
         self.state = WorkerState.LOADING if self._started else WorkerState.BUILDING
 
     def fell_out(self, where: str, error: str) -> None:
-        """A group could not be connected, or a transfer broke off. Tells the controller, unless it knows."""
+        """Records that a group could not be connected or a transfer failed. Reports it unless a `Stop` has come."""
         if not self.is_over(self._target):
             self._sayings.append(msg.CollectiveFailed(self.worker, self._target, where, error))
         self._fall_back(self._target)
@@ -450,11 +451,11 @@ class WorkerMachine:
             self.state = WorkerState.BUILDING
 
     def await_rank(self) -> msg.RankAwaited | None:
-        """A spare's script has come to a line that needs its rank."""
+        """Returns the report that the script has reached a line that needs its rank; None if the worker has a rank."""
         return msg.RankAwaited(self.worker) if self.rank is None else None
 
     def built(self, shard: str, snapshots: tuple[int, ...], checkpointing: bool, start: int = 0) -> None:
-        """The script stands at its first step, which is ``start``, with everything protected."""
+        """Records that the script has protected all state and is at its first step, number ``start``."""
         if self.generation > 0 and not self.used_echo:
             self.steps.restored(start)
         self._started = True
@@ -466,7 +467,7 @@ class WorkerMachine:
         self.state = WorkerState.READY
 
     def loaded(self, received_bytes: int, *, from_checkpoint: bool = False) -> None:
-        """This rank's shard is at the resume step; see `msg.StateRecovered`."""
+        """Records that this rank's shard is at the resume step; see `msg.StateRecovered`."""
         order = self._order
         assert order is not None
         if self.partially_updated:
@@ -477,21 +478,21 @@ class WorkerMachine:
         self.state = WorkerState.RECOVERED
 
     def undone(self) -> None:
-        """The interrupted step is undone."""
+        """Records that the interrupted step is undone."""
         self.stopped_in = (self.steps.step, self.steps.phase)
         self.steps.advance(StepEvent.STEP_UNDONE)
 
     def holds(self, snapshots: tuple[int, ...], second_copies: msg.SnapshotsByRank) -> None:
-        """What there is at the safe point: the steps that this rank can load, and what it keeps of other ranks."""
+        """Records, at a safe point, the steps that this rank can load, and the second copies that it keeps."""
         self._snapshots, self._second_copies = snapshots, second_copies
 
     def saved(self, is_saved: bool) -> None:
-        """The checkpoint of the step at which the job is drained is written, where this rank is to write one."""
+        """Records that this rank has done its part at the last step of a drain. ``is_saved``: it wrote a checkpoint."""
         self._sayings.append(msg.Drained((self.worker,), self.generation, is_saved))
         self.state = WorkerState.DRAINED
 
     def finished(self, digest: str | None) -> None:
-        """The last step is complete."""
+        """Records that the last step is complete. ``digest`` is that of all protected state, if requested."""
         step = self.steps.parameters_at
         assert step is not None
         self._sayings.append(msg.StepsFinished((self.worker,), self.generation, step, digest))

@@ -1,9 +1,9 @@
 """A lock that detects its holder's death at once, before the kernel has freed the process's memory.
 
-When a process is killed its sockets close, and its parent is told, only after the kernel has freed its memory: 70 ms
-for a 10 M-parameter job (2 cores, November 2026), seconds for a large one. The kernel releases a robust mutex before
-that, as its first action for a dying thread (`man pthread_mutexattr_setrobust`). So the training thread holds one in
-shared memory, and a thread of its agent waits for it. Neither has a running cost.
+When a process is killed, the kernel first frees its memory, and only then closes its sockets and notifies its parent.
+That takes 70 ms for a 10 M-parameter job (2 cores, November 2026), and seconds for a large one. The kernel releases a
+robust mutex before that, as its first action for a dying thread (`man pthread_mutexattr_setrobust`). So the training
+thread holds one in shared memory, and a thread of its agent waits for it. While the worker lives, this costs nothing.
 """
 
 from __future__ import annotations
@@ -20,30 +20,38 @@ from keepstep.errors import InternalError
 _PTHREAD_PROCESS_SHARED = 1
 _PTHREAD_MUTEX_ROBUST = 1
 _ATTRIBUTE_BYTES = 64
-"""More than any pthread_mutexattr_t of glibc; the mutex itself has a whole page."""
+"""More than any pthread_mutexattr_t of glibc. The mutex itself has a whole page."""
 _libc = ctypes.CDLL(None)
 
 
 class Lifeline:
-    """One side's mapping of the lock. ``descriptor`` is of an anonymous file made by `create`, and may be closed."""
+    """One process's mapping of the lock. ``descriptor`` is that of `create`; the caller may close it afterwards."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
         self._mutex = ctypes.byref(ctypes.c_char.from_buffer(self._map))
 
     def hold(self) -> None:
-        """Takes the lock for the calling thread, which shall be the one whose death matters."""
+        """Takes the lock for the calling thread, whose death `watch` then detects.
+
+        Raises:
+            InternalError: the mutex cannot be locked.
+        """
         self._check(_libc.pthread_mutex_lock(self._mutex), "lock")
 
     def release(self) -> None:
-        """Gives the lock back in good order: the thread is about to end because its work is done."""
+        """Releases the lock, so that the regular end of the thread does not count as its death.
+
+        Raises:
+            InternalError: the mutex cannot be unlocked.
+        """
         self._check(_libc.pthread_mutex_unlock(self._mutex), "unlock")
 
     def watch(self, on_death: Callable[[], None]) -> None:
-        """Waits in a thread of its own until the holder is dead or has released the lock.
+        """Starts a thread that waits until the holder is dead or has released the lock.
 
         Args:
-            on_death: called in that thread if the holder died.
+            on_death: called in that thread if the holder has died.
         """
         threading.Thread(target=self._wait, args=(on_death,), name="keepstep-lifeline", daemon=True).start()
 
@@ -61,10 +69,13 @@ class Lifeline:
 
 
 def create(name: str) -> int:
-    """Makes a lock that is free and returns its file descriptor, which the caller owns.
+    """Creates a free lock and returns its file descriptor, which the caller owns.
 
     Args:
-        name: shows in ``/proc/PID/fd`` only.
+        name: a name for people, shown in ``/proc/PID/fd`` only.
+
+    Raises:
+        InternalError: the mutex cannot be initialised.
     """
     descriptor = os.memfd_create(f"keepstep-{name}", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, mmap.PAGESIZE)
@@ -75,7 +86,7 @@ def create(name: str) -> int:
         _libc.pthread_mutexattr_setrobust(attributes, _PTHREAD_MUTEX_ROBUST)
         mutex = ctypes.c_char.from_buffer(memory)
         code = _libc.pthread_mutex_init(ctypes.byref(mutex), attributes)
-        del mutex  # the mapping cannot be closed while it is looked at
+        del mutex  # the mapping cannot be closed while a reference to it exists
         _libc.pthread_mutexattr_destroy(attributes)
     if code:
         raise InternalError(f"the lifeline could not be made: {os.strerror(code)}")

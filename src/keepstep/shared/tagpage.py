@@ -17,15 +17,15 @@ Layout, little endian, 8-byte words::
     8   left        operations ended since then
     9   written     phase events written in all
     10  entered at  monotonic time in nanoseconds at which the last operation was begun
-    11  awaited     operations that something in the process has begun to wait for
+    11  awaited     operations for which a thread of the process has begun to wait
     12  came        such operations that have ended
     16  counts      NUM_COUNTS x (sequence, group: 6 words of text, peer, left, operation, entered, entered at)
     784 ring        RING_EVENTS x (time ns, generation, step, phase, entered at)
                     or, for a moment, x (time ns, generation, step, len(PHASES) + index into MOMENTS, bytes)
 
-Each count has a sequence lock of its own. The page holds the most recently used counts: if a script has more groups and
-peers than fit, a new count replaces the least recently used one (of those without operations in flight, if possible).
-The worker keeps all of them, so a count that returns to the page is correct.
+Each count has its own sequence lock. The page holds the most recently used counts. If a script has more groups and
+peers than fit, a new count replaces the least recently used one, of those without operations in flight if possible. The
+worker keeps all counts in its own memory, so a count that returns to the page is correct.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
 
 RING_EVENTS = 4096
-"""At five phase changes a step the last 800 steps: enough for any recovery, in 160 KiB."""
+"""Size of the ring: the last 800 steps with five phase changes each, in 160 KiB. Enough for any recovery."""
 
 PHASES = tuple(Phase)
 PHASE_INDEX = {phase: index for index, phase in enumerate(PHASES)}
 
 
 class SnapshotMoment(enum.StrEnum):
-    """What a ring holds beside phase changes: something happened, and the rank stays in its phase."""
+    """Events in the ring besides phase changes. The rank stays in its phase."""
 
     BEGUN = "snapshot begun"
     COMPLETE = "snapshot complete"
     LOADED = "snapshot loaded"
     REFUSED = "second copy refused"
-    """The buddy's node has no memory for it."""
+    """The buddy's node has no memory for the second copy."""
     DOUBLED = "second copy complete"
-    """Told of the first one after one that was refused."""
+    """Written only for the first complete second copy after a refused one."""
 
 
 MOMENTS = tuple(SnapshotMoment)
 MOMENT_INDEX = {moment: index for index, moment in enumerate(MOMENTS, len(PHASES))}
-"""They follow the phases."""
+"""Moment -> its index in the ring's phase word. The indices follow those of the phases."""
 NUM_KINDS = len(PHASES) + len(MOMENTS)
 MOST_MOMENTS = 4
-"""Between two phase changes at most; a snapshot that is loaded, and one that begins and is complete."""
+"""Most moments between two phase changes: a snapshot that is loaded, and one that begins and completes."""
 _SEQUENCE, _GENERATION, _STEP, _PHASE, _SINCE, _PROGRESS, _WAITING, _ENTERED, _LEFT, _WRITTEN = range(10)
 _ENTERED_AT, _AWAITED, _CAME = range(10, 13)
 _COUNTS = 16
@@ -75,7 +75,8 @@ _COUNT = struct.Struct("<q48s5q")
 _LEFT_IN, _OPERATION_IN = 8, 9
 _WORDS_PER_COUNT = _COUNT.size // 8
 NUM_COUNTS = 64
-"""A job with data, tensor and pipeline parallelism has about ten groups and as many peers; 6 KiB."""
+"""Number of counts on the page, in 6 KiB. A job with data, tensor and pipeline parallelism has about ten groups and as
+many peers."""
 NAME_BYTES = 48
 OPERATIONS = tuple(Operation)
 _RECV = Operation.RECV
@@ -95,13 +96,13 @@ class PhaseEvent:
     step: int
     phase: Phase
     entered_ns: int = 0
-    """When the worker had last begun a collective. In a backward that has ended, the time up to there was its own, and
-    what followed was mostly waiting for peers. 0: it never has."""
+    """When the worker had last begun an operation of a group; 0 if it never has. In a completed backward, the time up
+    to then was the worker's own, and the rest was mostly waiting for peers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TagView:
-    """The page at one moment."""
+    """The content of the page at one moment."""
 
     tag: Tag
     since_ns: int
@@ -110,15 +111,15 @@ class TagView:
     entered: int
     left: int
     awaited: int
-    """Operations in flight that something in the process waits for, or has asked after."""
+    """Number of operations in flight for which a thread of the process waits, or whose state it has queried."""
     events_written: int
 
 
 def create(name: str) -> int:
-    """Makes an empty page and returns its file descriptor, which the caller owns.
+    """Creates an empty page and returns its file descriptor, which the caller owns.
 
     Args:
-        name: shows in ``/proc/PID/fd`` only; it is no path and nothing can open it by it.
+        name: a name for people, shown in ``/proc/PID/fd`` only. It is no path.
     """
     descriptor = os.memfd_create(f"keepstep-{name}", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, PAGE_BYTES)
@@ -126,7 +127,7 @@ def create(name: str) -> int:
 
 
 def step_durations(events: list[PhaseEvent]) -> list[float]:
-    """How long each completed step took, in seconds, from entering its forward to its end."""
+    """Returns the duration of each completed step in seconds, from the start of its forward to its end."""
     durations = []
     begun: PhaseEvent | None = None
     for event in events:
@@ -141,20 +142,20 @@ def step_durations(events: list[PhaseEvent]) -> list[float]:
 
 
 class TagWriter:
-    """The worker's side. Only the training thread calls `write`; operations are counted from any thread."""
+    """The worker's side. Only the training thread may call `write`. Any thread may count operations."""
 
     def __init__(self, descriptor: int) -> None:
-        """Maps the page; ``descriptor`` may be closed afterwards."""
+        """Maps the page. The caller may close ``descriptor`` afterwards."""
         self._map = mmap.mmap(descriptor, PAGE_BYTES)
         self._words = memoryview(self._map).cast("q")
         self._appending = threading.Lock()
-        """The thread of the snapshots tells when one is complete."""
+        """Guards the ring: the snapshot thread appends moments, the training thread phase changes."""
         self._counting = threading.Lock()
-        """Gloo's threads end operations while the training thread begins others."""
+        """Guards the counts: Gloo's threads end operations while the training thread begins others."""
         self._counts: dict[tuple[str, int, bool], _Count] = {}
-        """By group, peer, and whether it is a recv."""
+        """(group, peer, whether it is a recv) -> count."""
         self._placed: list[_Count] = []
-        """The counts that have a place on the page, in the order of the places."""
+        """The counts on the page, in the order of their places."""
 
     def write(self, generation: int, step: int, phase: Phase) -> None:
         """Sets the tag and appends the change to the ring."""
@@ -173,14 +174,14 @@ class TagWriter:
             words[_SEQUENCE] += 1
 
     def moment(self, moment: SnapshotMoment, generation: int, step: int, num_bytes: int, at_ns: int) -> None:
-        """Appends a moment to the ring, from any thread; the tag stays.
+        """Appends a moment to the ring, without changing the tag. Any thread may call it.
 
         Args:
-            moment: what happened.
-            generation: in which it did.
-            step: of the snapshot.
-            num_bytes: of the snapshot.
-            at_ns: when, in monotonic nanoseconds.
+            moment: the kind of event.
+            generation: generation in which it happened.
+            step: step of the snapshot.
+            num_bytes: size of the snapshot.
+            at_ns: time of the event, in monotonic nanoseconds.
         """
         words = self._words
         with self._appending:
@@ -191,16 +192,16 @@ class TagWriter:
             words[_WRITTEN] = written + 1
 
     def progress(self) -> None:
-        """The training thread is alive and moved on within its phase."""
+        """Records that the training thread has made progress within its phase."""
         self._words[_PROGRESS] += 1
 
     def set_waiting(self, waiting: bool) -> None:
-        """Whether the training thread waits for the controller, so that standing still is no fault of its own."""
+        """Records whether the training thread waits for the controller: then a lack of progress is no fault."""
         self._words[_WAITING] = int(waiting)
         self._words[_PROGRESS] += 1
 
     def operation_entered(self, group: str, operation: Operation, peer: int = ALL_MEMBERS) -> None:
-        """An operation of a group was begun. ``peer``: as in `OperationCount`."""
+        """Counts an operation of a group that was begun. ``peer`` is as in `OperationCount`."""
         words = self._words
         with self._counting:
             count = self._counts.get((group, peer, operation is _RECV))
@@ -214,14 +215,17 @@ class TagWriter:
             words[_PROGRESS] += 1
 
     def operation_awaited(self) -> None:
-        """Something in the process waits for an operation in flight, or asks after it: once for each operation."""
+        """Records that a thread waits for an operation in flight, or queries it. Call it once for each operation."""
         with self._counting:
             self._words[_AWAITED] += 1
 
     def operation_left(
         self, group: str, operation: Operation, peer: int = ALL_MEMBERS, *, was_awaited: bool = False
     ) -> None:
-        """An operation ended, well or not; ``was_awaited``: `operation_awaited` was called for it."""
+        """Counts an operation that has ended, with or without an error.
+
+        ``was_awaited``: `operation_awaited` was called for it.
+        """
         words = self._words
         with self._counting:
             count = self._counts.get((group, peer, operation is _RECV))
@@ -229,13 +233,13 @@ class TagWriter:
                 return  # it was begun before the groups were reconnected
             count.left += 1
             if count.at:
-                words[count.at + _LEFT_IN] = count.left  # one word is never torn
+                words[count.at + _LEFT_IN] = count.left  # without the lock: a write of one word is atomic
             words[_LEFT] += 1
             words[_CAME] += was_awaited
             words[_PROGRESS] += 1
 
     def _place(self, group: str, operation: Operation, peer: int) -> _Count:
-        """A count with a place on the page: a free one, or another count's."""
+        """Gives a count a place on the page, a free one or that of another count, and returns it."""
         count = self._counts.setdefault((group, peer, operation is _RECV), _Count())
         if len(self._placed) < NUM_COUNTS:
             index = len(self._placed)
@@ -251,7 +255,7 @@ class TagWriter:
         return count
 
     def reset_operations(self) -> None:
-        """The groups are reconnected: every count begins again, on every rank."""
+        """Resets all counts when the groups are reconnected, as every other rank does."""
         words = self._words
         with self._counting:
             words[_ENTERED] = words[_LEFT] = words[_AWAITED] = words[_CAME] = 0
@@ -262,7 +266,7 @@ class TagWriter:
 
 
 class _Count:
-    """An `OperationCount` as its worker keeps it. ``at``: the first word of its place on the page; 0: it has none."""
+    """An `OperationCount` in the worker's memory. ``at`` is the first word of its place on the page; 0: it has none."""
 
     __slots__ = ("at", "entered", "entered_ns", "left", "operation")
 
@@ -271,11 +275,11 @@ class _Count:
 
     @property
     def importance(self) -> tuple[bool, int]:
-        """Which count gives its place away first: one with nothing in flight, used longest ago."""
+        """Sort key: the least count loses its place first, one without operations in flight and used longest ago."""
         return self.entered > self.left, self.entered_ns
 
     def write(self, words: memoryview) -> None:
-        """Shows what has changed with the operation that was begun."""
+        """Writes the fields to the page that change when an operation begins."""
         at = self.at
         words[at] += 1
         at += _OPERATION_IN
@@ -284,7 +288,7 @@ class _Count:
 
 
 def _short(name: str) -> bytes:
-    """The name of a group as it fits on the page: a long one ends in its checksum, so that two remain apart."""
+    """Encodes a group's name for the page. A long name is cut and ends in its checksum, to stay distinct."""
     encoded = name.encode()
     if len(encoded) <= NAME_BYTES:
         return encoded
@@ -292,22 +296,22 @@ def _short(name: str) -> bytes:
 
 
 class TagReader:
-    """The agent's side; still works when the writer is dead."""
+    """The agent's side. It also works when the writer is dead."""
 
     def __init__(self, descriptor: int) -> None:
-        """Maps the page; ``descriptor`` may be closed afterwards."""
+        """Maps the page. The caller may close ``descriptor`` afterwards."""
         self._map = mmap.mmap(descriptor, PAGE_BYTES, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("q")
 
     def read(self) -> TagView:
-        """The page as it stands. A page torn by its writer's death is read as it is after a few tries."""
+        """Returns the content of the page. If the writer died in the middle of a write, the tag is that of the ring."""
         view = self._read()
         for _ in range(64):
             before = self._words[_SEQUENCE]
             view = self._read()
             if before % 2 == 0 and before == self._words[_SEQUENCE]:
                 return view
-        # Its writer died in the middle of a write: the ring still holds the last whole change.
+        # The writer died in the middle of a write. The ring still holds the last complete change.
         last = self.events_since(view.events_written - 1 - MOST_MOMENTS)
         if not last:
             return view
@@ -322,7 +326,7 @@ class TagReader:
         return TagView(tag, words[_SINCE], words[_PROGRESS], waiting, *counts, words[_WRITTEN])
 
     def operation_counts(self) -> list[OperationCount]:
-        """The counts on the page, the one used last in front. One that its writer was killed in is left out."""
+        """Returns the counts on the page, most recently used first, without one that the dying writer has torn."""
         found = []
         for place in range(NUM_COUNTS):
             at = _COUNTS + place * _WORDS_PER_COUNT
@@ -337,7 +341,7 @@ class TagReader:
         return [count for _, count in sorted(found, key=lambda each: each[0], reverse=True)]
 
     def events_since(self, written: int) -> list[PhaseEvent]:
-        """The phase changes from number ``written`` on, oldest first, without moments.
+        """Returns the phase changes from number ``written`` on, oldest first, without moments.
 
         Those that the ring has overwritten are missing.
         """
@@ -349,7 +353,7 @@ class TagReader:
         ]
 
     def copy_since(self, written: int) -> tuple[bytes, int]:
-        """Phase changes and moments as they lie in the ring, and the number of the next one."""
+        """Returns the raw records from number ``written`` on, with moments, and the number of the next record."""
         end = self._words[_WRITTEN]
         first = max(written, end - RING_EVENTS + 1, 0)
         slots = [number % RING_EVENTS for number in (first, end)]

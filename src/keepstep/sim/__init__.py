@@ -1,1 +1,1 @@
-"""The whole job in one process, in virtual time, from one seed: the real machines, a cluster, faults and an oracle."""
+"""The simulator: runs a whole job in one process, in virtual time, from one seed, and checks it with an oracle."""

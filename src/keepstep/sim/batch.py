@@ -1,4 +1,4 @@
-"""Many seeds on all cores: one process per core, which reports its results as lines of JSON."""
+"""Runs many seeds on all cores: one process per core, which reports its results as lines of JSON."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class FailedSeed(msgspec.Struct, frozen=True):
 
 
 class Tally(msgspec.Struct):
-    """What some seeds came to."""
+    """The added results of some seeds."""
 
     num_seeds: int = 0
     num_failures: int = 0
-    """Faults that a process, a node or the controller suffered."""
+    """Faults that have hit a process, a node or the controller."""
     num_recoveries: int = 0
     num_events: int = 0
     virtual_s: float = 0.0
@@ -40,7 +40,7 @@ class Tally(msgspec.Struct):
     failed: list[FailedSeed] = msgspec.field(default_factory=list)
 
     def add(self, other: Tally) -> None:
-        """Adds what other seeds came to."""
+        """Adds the results of other seeds."""
         self.num_seeds += other.num_seeds
         self.num_failures += other.num_failures
         self.num_recoveries += other.num_recoveries
@@ -51,7 +51,14 @@ class Tally(msgspec.Struct):
 
 
 def run_seeds(first: int, end: int | None, stride: int, seconds: float | None) -> Iterator[Tally]:
-    """Runs ``first``, ``first + stride``, ... up to ``end`` or for some seconds; a tally about once a second."""
+    """Runs seeds, and yields the tally of those since the last one about once a second.
+
+    Args:
+        first: the first seed. The others are ``first + stride``, ``first + 2 * stride``, ...
+        end: the end of the range of seeds; None: no end.
+        stride: distance between two seeds.
+        seconds: no seed begins after this time; None: no limit.
+    """
     begun_s = reported_s = time.monotonic()
     tally, seed = Tally(), first
     while (end is None or seed < end) and (seconds is None or time.monotonic() < begun_s + seconds):
@@ -77,10 +84,16 @@ def _count(tally: Tally, seed: int) -> None:
 
 
 def run_on_all_cores(first: int, end: int | None, jobs: int, seconds: float | None) -> Iterator[Tally]:
-    """The same on ``jobs`` processes, on fewer where there are fewer seeds; the tallies of all as they come.
+    """Runs ``first``, ``first + 1``, ... on several processes, and yields the tallies of all as they arrive.
+
+    Args:
+        first: the first seed.
+        end: the end of the range of seeds; None: no end.
+        jobs: number of processes. If there are fewer seeds, there is one process per seed.
+        seconds: no seed begins after this time; None: no limit.
 
     Raises:
-        PeerLost: one of the processes ended before its seeds did.
+        PeerLost: a process ended with another exit code than 0.
     """
     decoder = msgspec.json.Decoder(Tally)
     with ExitStack() as stack:
@@ -115,7 +128,7 @@ def run_on_all_cores(first: int, end: int | None, jobs: int, seconds: float | No
 
 
 def _pass_on(stream: IO[bytes], lines: SimpleQueue[bytes | None]) -> None:
-    """Takes each line as it comes, for a process whose pipe is full stands still; None: there are no more."""
+    """Puts each line into the queue at once, because a process blocks while its pipe is full. At the end puts None."""
     for line in stream:
         lines.put(line)
     lines.put(None)

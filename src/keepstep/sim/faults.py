@@ -1,4 +1,4 @@
-"""Faults of a simulated job: their kinds, times and effects."""
+"""The faults of a simulated job: their kinds, times and effects."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ Pairs = tuple[tuple[str, str], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimulatedFault:
-    """One fault: at a time, or so long after the n-th recovery has begun, or in a phase.
+    """One fault: at a time, or a time after the n-th recovery has begun, or in a phase.
 
-    ``pick`` chooses among the processes that it can hit when it comes about, so that a fault always hits one.
+    ``pick`` chooses among the processes that the fault can hit when it happens, so that it hits one if there is any.
     """
 
     kind: str
     at_s: float
     recovery: int | None = None
     phase: Phase | None = None
-    """After its time it waits until some rank comes into this phase, and comes about then or within milliseconds."""
+    """If set, the fault waits after its time until some rank enters this phase, and happens some milliseconds later at
+    most."""
     pick: int = 0
     lasts_s: float = 1.0
 
@@ -49,27 +50,28 @@ NODE_FAULTS = (
 CONTROLLER_FAULTS = ("controller crash", "crash before journaling", "crash before transmitting", "controller pause")
 OTHER_FAULTS = ("spare kill", "loss burst", "two at once")
 RELAY_FAULTS = ("relay crash", "relay pause")
-"""In runs that have relays."""
+"""Faults of runs with relays."""
 DEVICE_FAULTS = ("sick device",)
-"""In a tenth of the plans, from a generator of their own."""
+"""Faults in a tenth of the plans, drawn from a separate generator."""
 GROUP_FAULTS = ("group error",)
-"""In a tenth of the plans, from a generator of their own."""
+"""Faults in a tenth of the plans, drawn from a separate generator."""
 MEMORY_FAULTS = ("no room",)
-"""In a third of the plans of jobs that have second copies of snapshots, from a generator of their own."""
+"""Faults in a third of the plans of jobs with second copies of snapshots, drawn from a separate generator."""
 OF_ONE_PROCESS = frozenset({*PROCESS_FAULTS[:7], "spare kill", "two at once"})
-"""What hits a process as soon as there is one that it can hit."""
+"""Faults that the oracle counts only if they hit a process (`Oracle.suffers`)."""
 WEIGHTS = dict.fromkeys(PROCESS_FAULTS, 3) | dict.fromkeys((*NODE_FAULTS, *CONTROLLER_FAULTS, *OTHER_FAULTS), 2)
 WEIGHTS |= {"kill": 12, "stop": 5, "raise": 1, "blame": 1, "slow": 1, "agent restart": 1}
 
 DRAINS = ("drain", "node drain")
-"""Each in a tenth of the plans, after all that is drawn for the others: a job that is drained is over."""
+"""Each is in a tenth of the plans. They are drawn after all other faults."""
 
 SHORT_PHASES = (Phase.SYNCED, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED)
-"""Where a failure is hardest and a random time seldom hits: around the gradient barrier and the update."""
+"""Phases around the gradient barrier and the update. A failure there is the hardest, and a random time seldom hits
+them."""
 
 
 def draw_plan(rng: random.Random, layout: ClusterLayout) -> tuple[SimulatedFault, ...]:
-    """A plan: some faults at random times, and more of them in the middle of the recoveries that those cause."""
+    """Returns a plan: some faults at random times, and more of them during the recoveries that those cause."""
     kinds, weights = list(WEIGHTS), list(WEIGHTS.values())
     span_s = 1.5 + 0.45 * layout.num_steps
     faults = []
@@ -87,7 +89,7 @@ def draw_plan(rng: random.Random, layout: ClusterLayout) -> tuple[SimulatedFault
 
 
 def draw_relays(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[int, tuple[SimulatedFault, ...]]:
-    """How many relays a job has, and the plan with what happens to them, after all that is drawn for the others."""
+    """Returns the number of relays of a job, and the plan with their faults added."""
     num_relays = rng.choice((0, 0, 1, 2, 3))
     faults = []
     for _ in range(rng.choice((1, 2, 4)) if num_relays else 0):
@@ -99,14 +101,14 @@ def draw_relays(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[i
 
 
 def draw_sick_device(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
-    """The plan, in which a device may become sick."""
+    """Returns the plan, in a tenth of the cases with a sick device added."""
     if rng.random() >= 0.1:
         return plan
     return (*plan, SimulatedFault(rng.choice(DEVICE_FAULTS), rng.uniform(0.3, 8.0), None, None, rng.randrange(64), 8.0))
 
 
 def draw_group_error(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
-    """The plan, in which a group that the script has made for itself may fail, in the first recovery or at any time."""
+    """Returns the plan, in a tenth of the cases with an error of a group that the script itself has made."""
     if rng.random() >= 0.1:
         return plan
     recovery = rng.choice((None, 1))
@@ -117,7 +119,10 @@ def draw_group_error(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tu
 def draw_no_room(
     rng: random.Random, layout: ClusterLayout, plan: tuple[SimulatedFault, ...]
 ) -> tuple[SimulatedFault, ...]:
-    """The plan, in which nodes may have no memory for more second copies, from a time on or from the first recovery."""
+    """Returns the plan, in a third of the jobs with second copies with nodes added that have no room for more of them.
+
+    The shortage begins at a random time, or with the first recovery.
+    """
     if not layout.snapshot_every or len(layout.nodes) == 1 or rng.random() >= 0.3:
         return plan
     faults = []
@@ -129,12 +134,12 @@ def draw_no_room(
 
 
 class Injector:
-    """Brings a plan about in one world."""
+    """Injects the faults of a plan into one world."""
 
     def __init__(self, world: World, plan: tuple[SimulatedFault, ...]) -> None:
         self._world = world
         self.over_s = 0.0
-        """When the last fault that happened was over."""
+        """The time at which the last fault is over."""
         self._armed: list[SimulatedFault] = []
         self._raised: set[int | None] = set()
         """Ranks on which the script has raised an error."""
@@ -146,19 +151,19 @@ class Injector:
                 world.waiting_for_recovery.append((fault.recovery, fault.at_s, event))
 
     def arm(self, fault: SimulatedFault) -> None:
-        """From now on a fault waits for its phase."""
+        """Makes a fault wait for its phase."""
         self._armed.append(fault)
         self._world.watch = self._watch
 
     def _watch(self, worker: SimulatedProcess) -> None:
-        """A worker shows a new tag."""
+        """Schedules the faults that wait for the phase that a worker has just entered."""
         for fault in [fault for fault in self._armed if fault.phase is worker.tag.phase]:
             self._armed.remove(fault)
             delay_s = self._world.rng.choice((0.0, 0.0005, 0.002, 0.01))
             self._world.schedule.after(delay_s, Event("injector", "strike", (fault,)))
 
     def strike(self, fault: SimulatedFault) -> None:
-        """The time of a fault has come."""
+        """Injects a fault."""
         world = self._world
         if world.story is not None:
             world.story.add(world.schedule.now_s, "FAULT", str(fault))
@@ -168,14 +173,14 @@ class Injector:
         getattr(self, "_" + fault.kind.replace(" ", "_"))(fault)
 
     def _until(self, fault: SimulatedFault, part: str, what: str, *arguments: object) -> None:
-        """Something happens when a fault is over."""
+        """Schedules an event for the end of a fault."""
         self.over_s = max(self.over_s, self._world.schedule.now_s + fault.lasts_s)
         self._world.schedule.after(fault.lasts_s, Event(part, what, arguments))
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def _victim(self, fault: SimulatedFault) -> SimulatedProcess | None:
-        """A live process that holds a rank and was not hurt before."""
+        """Returns a live process with a rank that is neither stopped nor stuck; None if there is none."""
         candidates = [worker for worker in self._world.rank_holders() if not (worker.is_stopped or worker.is_stuck)]
         if not candidates:
             return None
@@ -211,7 +216,7 @@ class Injector:
         self._kill(dataclasses.replace(fault, pick=fault.pick // 7))
 
     def _stop(self, fault: SimulatedFault) -> None:
-        """SIGSTOP, and SIGCONT after a while, if it still lives then."""
+        """Sends SIGSTOP, and in half of the cases SIGCONT after a while."""
         if victim := self._hurt(fault):
             victim.is_stopped = True
             if fault.pick % 2:
@@ -231,17 +236,17 @@ class Injector:
             self._world.nodes[victim.node.name].blame(victim.number, "a false alarm")
 
     def _false_hint(self, fault: SimulatedFault) -> None:
-        """A collective fails, and no process has suffered anything."""
+        """Makes a collective fail although no process is lost."""
         if victim := self._victim(fault):
             victim.lose_connection()
 
     def _group_error(self, fault: SimulatedFault) -> None:
-        """A group of the script's own fails, in which no step waits: all stop, and what they need is whole."""
+        """Makes a group fail that the script itself has made. All ranks stop; the groups that they need are intact."""
         if victim := self._victim(fault):
             victim.lose_group()
 
     def _stale_report(self, fault: SimulatedFault) -> None:
-        """A report of a generation that is over comes once more."""
+        """Sends a report of an earlier generation."""
         if victim := self._victim(fault):
             generation = max(0, victim.tag.generation - 1 - fault.pick % 2)
             if fault.pick % 3:
@@ -309,7 +314,7 @@ class Injector:
         self._until(fault, "injector", "end_loss")
 
     def end_loss(self) -> None:
-        """A burst of lost packets is over."""
+        """Ends a burst of lost packets."""
         self._world.network.extra_loss = 0.0
 
     def _agent_pause(self, fault: SimulatedFault) -> None:
@@ -327,7 +332,7 @@ class Injector:
             self._world.relays.crash(fault.pick % len(relays))
 
     def _relay_pause(self, fault: SimulatedFault) -> None:
-        """A relay is held up. The controller ends it when it gives no sign of life for too long."""
+        """Pauses a relay. The controller kills it if it gives no sign of life for too long."""
         relays = [relay for relay in self._world.relays.all if relay.is_up]
         if not relays:
             return
@@ -342,13 +347,13 @@ class Injector:
         self._world.nodes[self._node(fault)].clock_jump_s += fault.lasts_s
 
     def _no_room(self, fault: SimulatedFault) -> None:
-        """Something else has taken what a node's ranks have not written to yet."""
+        """Lets a node have no memory for new second copies."""
         name = self._node(fault)
         self._world.nodes[name].has_room = False
         self._until(fault, name, "find_room")
 
     def _sick_device(self, fault: SimulatedFault) -> None:
-        """An agent finds one of its devices sick. In half of the cases it has failed, and its rank is lost."""
+        """Makes one device of a node sick. In half of the cases the device has failed, and its rank is lost."""
         node, oracle = self._world.nodes[self._node(fault)], self._world.oracle
         num_devices, has_failed = node.layout.num_devices or node.layout.slots, fault.pick % 2 == 0
         device = fault.pick // 4 % num_devices
@@ -371,7 +376,7 @@ class Injector:
             self._world.oracle.excuses(f"{kind} after the last step")
 
     def _node_drain(self, fault: SimulatedFault) -> None:
-        """SIGTERM for an agent, whose grace period is over after a while. Its machine comes back later."""
+        """Sends SIGTERM to an agent, whose grace period ends after a while. Its machine comes back later."""
         name = self._node(fault)
         self._world.oracle.drains_node(name)
         self._world.nodes[name].drain()
@@ -381,7 +386,7 @@ class Injector:
     # ---- the controller ---------------------------------------------------------------------------------------------
 
     def _drain(self, fault: SimulatedFault) -> None:
-        """SIGTERM for the job."""
+        """Sends SIGTERM to the job."""
         self._world.oracle.drains_job()
         self._world.controller.drain()
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from keepstep.sim.cluster.process import SimulatedProcess
 
 SNAPSHOT_BYTES = 1 << 20
-"""A simulated snapshot has a size, as a real one does."""
+"""The size that is recorded for each simulated snapshot."""
 GATHER_S = 0.2
-"""Of virtual time, as an agent does of its own."""
+"""Interval, in virtual time, at which phases are written, as an agent sends them."""
 
 
 class Recording:
@@ -31,9 +31,9 @@ class Recording:
 
     def __init__(self, folder: Path, what: str, settings: RecoverySettings) -> None:
         """Args:
-        folder: an empty one.
-        what: stands in the place of a real job's command.
-        settings: of the job.
+        folder: an empty folder, or a path to create.
+        what: recorded in place of a real job's command.
+        settings: the settings of the job.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
@@ -56,7 +56,7 @@ class Recording:
         self._recorder.__exit__(kind, error, trace)
 
     def shown(self, worker: SimulatedProcess) -> None:
-        """A worker's page shows something, be it new or not."""
+        """Records a worker's tag, if it has changed."""
         if self._tags.get(worker.process) == worker.tag:
             return
         self._tags[worker.process], self._now_s = worker.tag, worker.world.schedule.now_s
@@ -66,7 +66,7 @@ class Recording:
         self._record(worker, round(worker.entered_s * 1e9), tag.step, tag.generation, PHASE_INDEX[tag.phase])
 
     def moment(self, worker: SimulatedProcess, moment: SnapshotMoment, step: int, now_s: float) -> None:
-        """A worker has begun, completed or loaded a snapshot."""
+        """Records an event of a worker's snapshot."""
         self._now_s = now_s
         self._record(worker, SNAPSHOT_BYTES, step, worker.machine.generation, MOMENT_INDEX[moment])
 
@@ -76,12 +76,12 @@ class Recording:
         self._pending.setdefault(worker.node.name, []).append(record)
 
     def decided(self, entry: JournalEntry) -> None:
-        """The controller has decided something."""
+        """Records an entry of the controller's journal."""
         self._gather()
         self._recorder.decided([entry])
 
     def ended(self, exit_code: int, reason: str, at_s: float) -> None:
-        """The job has ended."""
+        """Records the end of the job."""
         self._gather()
         runfolder.end(self._folder, self._info, exit_code, reason, round(at_s * 1e9))
 

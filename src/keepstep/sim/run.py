@@ -24,12 +24,12 @@ from keepstep.sim.story import Story
 from keepstep.sim.world import World
 
 PATIENCE_S = 400.0
-"""Virtual time within which, after the last fault is over, the job must have ended: every deadline there is, twice."""
+"""Virtual time from the end of the last fault until the job must have ended. It is enough for every deadline twice."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """What is run: one cluster, the faults that come about in it, and the seed of everything else."""
+    """A case to run: a cluster, the faults to inject, and the seed of everything else."""
 
     seed: int
     layout: ClusterLayout
@@ -38,27 +38,27 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run went."""
+    """The result of a run."""
 
     case: Case
     check: Check | None
-    """The check that failed."""
+    """The check that failed; None: the run has passed."""
     detail: str
     num_failures: int
     num_recoveries: int
     num_events: int
     num_kept_groups: int
-    """How many times a group stayed in a recovery."""
+    """How many groups stayed in recoveries, in all."""
     virtual_s: float
     story: tuple[str, ...] = ()
 
 
 def case_of(seed: int) -> Case:
-    """The case that a seed stands for."""
+    """Returns the case of a seed."""
     rng = random.Random(seed)
     layout = draw_layout(rng)
     num_relays, plan = draw_relays(rng, draw_plan(rng, layout))
-    # From generators of their own: seeds without snapshots, mesh and these faults stand for what they did.
+    # From separate generators, so that seeds without snapshots, mesh and these faults keep their cases.
     layout = draw_snapshots(random.Random(f"snapshots of {seed}"), layout)
     layout = draw_mesh(random.Random(f"mesh of {seed}"), layout)
     layout = draw_devices(random.Random(f"devices of {seed}"), layout)
@@ -72,8 +72,8 @@ def run(case: Case, *, tell: bool = False, record: Path | None = None) -> Outcom
     """Runs one case. The same case gives the same outcome, event by event.
 
     Args:
-        case: what to run.
-        tell: write the story down; it takes time.
+        case: the case.
+        tell: record the trace, which takes time.
         record: a folder to write the run into, as a real job does.
     """
     story = Story() if tell else None
@@ -105,7 +105,7 @@ def run(case: Case, *, tell: bool = False, record: Path | None = None) -> Outcom
 
 
 def _live(world: World, injector: Injector) -> tuple[Check | None, str]:
-    """Lives until the job has ended, or a check fails; returns which, and what was wrong."""
+    """Runs events until the job has ended or a check fails. Returns that check, or None, and the details."""
     try:
         world.boot()
         while world.ended is None and world.schedule.now_s < injector.over_s + PATIENCE_S:

@@ -1,4 +1,4 @@
-"""A small set of faults with which a case still fails."""
+"""Finds a small set of faults with which a case still fails."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import itertools
 from keepstep.sim.run import Case, Outcome, run
 
 MAX_SUBSETS = 1_000
-"""Each is a run of 10 to 30 ms, so this bounds the wait to about half a minute. Up to nine faults all subsets are tried
-(511 smaller ones of nine); of ten there are 1,023."""
+"""Each is a run of 10 to 30 ms, so this bounds the search to about half a minute. It allows all subsets of up to nine
+faults (511 smaller ones of nine); ten have 1,023."""
 
 
 def shrink(outcome: Outcome) -> tuple[Case, tuple[int, ...]]:
-    """Leaves faults away as long as the same check fails.
+    """Removes faults as long as the same check fails.
 
-    First one after the other. What is left is a handful, of which subsets are tried, small ones first, up to
-    `MAX_SUBSETS` of them: where there are more, a smaller set than the one found may exist.
+    First it removes them one after the other. Of the few that remain it tries the subsets, small ones first, up to
+    `MAX_SUBSETS` of them. If there are more subsets, a smaller set than the one found may exist.
 
     Returns:
         the case, and the numbers of its faults in the plan of the seed.
@@ -36,5 +36,5 @@ def _still_fails(outcome: Outcome, kept: tuple[int, ...]) -> bool:
 
 
 def with_faults(case: Case, kept: tuple[int, ...]) -> Case:
-    """The same case with some of its faults."""
+    """Returns the same case with only the faults of these numbers."""
     return dataclasses.replace(case, plan=tuple(case.plan[number] for number in kept))

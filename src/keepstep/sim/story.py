@@ -26,17 +26,23 @@ _UNTOLD = (msg.NodeJoined, msg.WorkerStarted, msg.StepObserved)
 
 
 class Story:
-    """Lines of text, one for each thing that a reader wants to know."""
+    """The trace of a run: one line for each event that interests a reader."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def add(self, now_s: float, who: str, what: str) -> None:
-        """One line."""
+        """Adds a line.
+
+        Args:
+            now_s: the time.
+            who: the process.
+            what: its action.
+        """
         self.lines.append(f"{now_s:9.3f}  {who:<18}  {what}")
 
     def tell(self, world: World, event: Event) -> None:
-        """What one event means to a reader, if anything."""
+        """Adds a line for an event, if it interests a reader."""
         now_s = world.schedule.now_s
         if event.part.startswith("worker ") and event.what == "order":
             worker = world.workers[int(event.part.split()[1])]
@@ -50,7 +56,7 @@ class Story:
                 self.add(now_s, str(worker or f"worker {number}"), f"says: {_brief(report)}")
 
     def decide(self, world: World, entry: JournalEntry) -> None:
-        """What the controller has made of an event."""
+        """Adds lines for a decision of the controller: its event and the orders with their reasons."""
         match entry.event:
             case LeaseExpired():
                 self.add(entry.at_s, "controller", f"gives {entry.event.node} up: {entry.event.why}")
@@ -65,7 +71,7 @@ class Story:
             case DeadlineCame():
                 self.add(entry.at_s, "controller", "does not wait any longer")
             case AnswersReceived():
-                pass  # what all ranks answer alike was told when they said it
+                pass  # the trace already has these answers, from when the ranks sent them
             case ReportsReceived():
                 for report in entry.event.reports:
                     if isinstance(report, msg.WorkerLost | msg.WorkerFenced | msg.WorkerDone | msg.JobStalled):
@@ -76,7 +82,7 @@ class Story:
 
 
 def _brief(message: msg.AnyMessage) -> str:
-    """A message in a few words."""
+    """Returns a message in a few words."""
     match message:
         case msg.SafePointReached():
             reach = " or ".join(map(str, message.reach)) or "nowhere"
@@ -121,6 +127,6 @@ def _brief(message: msg.AnyMessage) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """``WorkerFenced`` as words."""
+    """Returns the words of a class name in lower case: ``WorkerFenced`` -> worker, fenced."""
     starts = [at for at, letter in enumerate(name) if letter.isupper()] + [len(name)]
     return [name[begin:end].lower() for begin, end in itertools.pairwise(starts)]

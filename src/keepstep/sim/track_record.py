@@ -1,4 +1,4 @@
-"""A row in the track record: a simulation, its date, and its result."""
+"""Adds a row to the track record: a soak, its date, and its result."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from keepstep.sim.batch import Tally
 def append_soak(path: Path, total: Tally, seconds: float, jobs: int) -> None:
     """Adds a row to the last table of a track record.
 
+    Args:
+        path: the page.
+        total: the tally of all seeds.
+        seconds: how long the soak took.
+        jobs: number of processes.
+
     Raises:
-        ConfigurationError: the file does not end in a table.
+        ConfigurationError: the file cannot be read, or does not end in a table.
     """
     try:
         text = path.read_text()
@@ -33,7 +39,7 @@ def append_soak(path: Path, total: Tally, seconds: float, jobs: int) -> None:
 
 
 def _commit() -> str:
-    """The short name of the present commit, marked where there are changes on top of it."""
+    """Returns the abbreviated hash of the current commit, with ``-dirty`` if there are uncommitted changes."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -1,4 +1,4 @@
-"""The whole job in one process: a cluster, its faults and an oracle, run in virtual time from one seed."""
+"""A simulated job in one process: a cluster and an oracle, run in virtual time from one seed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class World:
-    """One run. Parts find each other here; each event is a method of one part."""
+    """One run, with all its parts. Each event is a method of one part."""
 
     def __init__(self, layout: ClusterLayout, seed: int, story: Story | None = None) -> None:
         self.layout = layout
@@ -51,21 +51,21 @@ class World:
         self.controller = SimulatedController(self)
         self.nodes = {node.name: SimulatedNode(self, node) for node in layout.nodes}
         self.workers: dict[int, SimulatedWorker] = {}
-        """Every process there ever was."""
+        """Process number -> the process, for all processes of the run, also dead ones."""
         self.ended: EndJob | None = None
         self.watch: Callable[[SimulatedProcess], None] | None = None
-        """Told of each new tag of a worker: a scenario watches, and a plan once a fault waits for its phase."""
+        """Called with a worker after each new tag. A scenario sets it, and a plan whose fault waits for a phase."""
         self.recording: Recording | None = None
         self.num_recoveries = 0
         self.waiting_for_recovery: list[tuple[int, float, Event]] = []
-        """(number of the recovery, seconds after its beginning, what happens then)."""
+        """(number of a recovery, seconds after its beginning, event)."""
         self._checkpoints: dict[int, dict[str, tuple[History, Rows]]] = {}
-        """step -> shard -> what was written."""
+        """step -> shard -> its part of the checkpoint."""
         self._whole_s: dict[int, float] = {}
-        """step -> since when its checkpoint is whole."""
+        """step -> the time at which its checkpoint was complete."""
         self.recovery_began_s = 0.0
         self._frozen: dict[str, list[Event]] = {}
-        """Programs that are held up, with what has happened to them since."""
+        """Name of a paused part -> its events since then."""
         self._parts: dict[str, Any] = {
             "world": self,
             "network": self.network,
@@ -82,7 +82,7 @@ class World:
         }
 
     def boot(self) -> None:
-        """The controller and every node come up."""
+        """Starts the controller and every node."""
         self.controller.boot()
         for node in self.nodes.values():
             node.boot()
@@ -90,7 +90,7 @@ class World:
                 self.relays.connect(node.name)
 
     def happen(self, event: Event) -> None:
-        """One event."""
+        """Runs one event. A paused part runs it when it resumes."""
         if event.part in self._frozen:
             self._frozen[event.part].append(event)
             return
@@ -99,70 +99,74 @@ class World:
         getattr(self.part(event.part), event.what)(*event.arguments)
 
     def freeze(self, part: str) -> None:
-        """A program is held up: what happens to it happens when it goes on."""
+        """Pauses a part: its events happen when it resumes."""
         self._frozen.setdefault(part, [])
 
     def kill(self, part: str) -> None:
-        """A program that is held up is ended: what has happened to it meanwhile is lost."""
+        """Drops the events of a part that is paused, because it was killed."""
         self._frozen.pop(part, None)
 
     def thaw(self, part: str) -> None:
-        """It goes on."""
+        """Resumes a paused part, with the events that it has missed."""
         for event in self._frozen.pop(part, []):
             self.schedule.after(0.0, event)
 
     # ---- what parts ask ---------------------------------------------------------------------------------------------
 
     def part(self, name: str) -> Any:
-        """A part by its name: a node, the controller, ``worker P`` for process P."""
+        """Returns a part by its name: a node, the controller, ``worker P`` for process P."""
         return self._parts[name]
 
     def add_part(self, name: str, part: object) -> None:
-        """One more part that events can happen to."""
+        """Adds a part that events can call."""
         self._parts[name] = part
 
     def draw(self, duration_s: float) -> float:
-        """About so long."""
+        """Returns a random duration between 0.7 and 1.3 times this one."""
         return duration_s * (0.7 + 0.6 * self.rng.random())
 
     def coin(self) -> bool:
-        """Yes or no."""
+        """Returns True with a probability of one half."""
         return self.rng.random() < 0.5
 
     def shard_of(self, rank: int | None) -> str:
-        """The shard that a rank holds."""
+        """Returns the shard that a rank holds."""
         return self.layout.shards[rank or 0]
 
     def rank_holders(self) -> list[SimulatedWorker]:
-        """The live processes that believe they hold a rank."""
+        """Returns the live processes that were assigned a rank."""
         return [worker for worker in self.workers.values() if worker.is_alive and worker.machine.rank is not None]
 
     def spares(self) -> list[SimulatedWorker]:
-        """The live processes without a rank."""
+        """Returns the live processes without a rank."""
         return [worker for worker in self.workers.values() if worker.is_alive and worker.machine.rank is None]
 
-    # ---- what parts tell --------------------------------------------------------------------------------------------
+    # ---- what parts report ------------------------------------------------------------------------------------------
 
     def add_process(self, node: SimulatedNode, wanted: Spawn) -> SimulatedWorker:
-        """A process has been started."""
+        """Adds a process that a node has started."""
         process = len(self.workers) + 1
         worker = SimulatedWorker(self, node, process, wanted)
         self.workers[process] = self._parts[f"worker {process}"] = worker
         return worker
 
     def process_ended(self, worker: SimulatedProcess) -> None:
-        """A process has ended, for any reason."""
+        """Tells its node that a process has ended."""
         self.nodes[worker.node.name].ended(worker)
 
     def step_completed(self, worker: SimulatedProcess, step: int) -> None:
-        """A rank has completed a step: it may be time for a checkpoint."""
+        """Handles a step that a rank has completed. Writes a checkpoint if one is due."""
         self.oracle.completed(worker, step)
         if (every := self.layout.checkpoint_every) and (step + 1) % every == 0:
             self.checkpoint(worker, step + 1)
         self.nodes[worker.node.name].step_completed(worker, worker.machine.generation, step)
 
     def checkpoint(self, worker: SimulatedProcess, step: int) -> bool:
-        """The first rank of each shard writes a checkpoint, in a job that has them. Says whether this one did."""
+        """Writes a rank's part of a checkpoint, if the job has checkpoints and the rank is the first of its shard.
+
+        Returns:
+            whether it has written one.
+        """
         rank, shard = worker.machine.rank, self.shard_of(worker.machine.rank)
         if self.layout.checkpoint_every is None or self.layout.shards.index(shard) != rank:
             return False
@@ -173,38 +177,38 @@ class World:
         return True
 
     def loadable_by(self, worker: SimulatedProcess) -> tuple[int, ...]:
-        """The steps of the checkpoints and snapshots that a worker can load."""
+        """Returns the steps of the checkpoints and snapshots that a worker can load, ascending."""
         return tuple(sorted({*self.checkpoints(), *worker.snapshots.steps(worker.machine.rank)}))
 
     def checkpoints(self, before_s: float = math.inf) -> list[int]:
-        """The steps of which there was a whole checkpoint at a time, by default now."""
+        """Returns the steps whose checkpoints were complete before a time, by default now, ascending."""
         return sorted(step for step, whole_s in self._whole_s.items() if whole_s < before_s)
 
     def room(self) -> int:
-        """How many ranks the machines that are up have room for."""
+        """Returns for how many ranks the nodes that are up have room."""
         limit = self.layout.settings.ranks_per_node
         up = [node for node in self.nodes.values() if node.is_up]
         slots = [node.layout.slots - len(node.closed) for node in up]
         return sum(min(each, limit or each) for each in slots)
 
     def read_checkpoint(self, shard: str, step: int) -> tuple[History, Rows]:
-        """What a checkpoint holds of a shard, and the table of the ranks' own values."""
+        """Returns a shard's parameters in a checkpoint, and the table of the ranks' own values."""
         return self._checkpoints[step][shard]
 
     def tag_shown(self, worker: SimulatedProcess) -> None:
-        """A worker's page shows something new."""
+        """Handles a write to a worker's tag page."""
         if self.watch is not None:
             self.watch(worker)
         if self.recording is not None:
             self.recording.shown(worker)
 
     def moment_shown(self, worker: SimulatedProcess, moment: SnapshotMoment, step: int) -> None:
-        """A worker's page shows what became of a snapshot."""
+        """Handles an event of a worker's snapshot on its tag page."""
         if self.recording is not None:
             self.recording.moment(worker, moment, step, self.schedule.now_s)
 
     def orders_given(self, entry: JournalEntry) -> None:
-        """The controller has decided something."""
+        """Handles an entry that the controller has written to its journal."""
         self.oracle.decided(entry)
         self.oracle.devices.decided(entry)
         if self.recording is not None:
@@ -219,7 +223,7 @@ class World:
                     self.schedule.after(delay_s, event)
 
     def job_ended(self, order: EndJob) -> None:
-        """The controller has ended the job."""
+        """Handles the end of the job."""
         if self.ended is None:
             self.ended = order
             self.oracle.job_ended(order)

@@ -1,4 +1,4 @@
-"""Output files that a user requested: checked before the work starts, and written completely or not at all."""
+"""Output files that a user requested. They are checked before the work starts, and written atomically."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from keepstep.errors import ConfigurationError
 
 
 def check_target(flag: str, path: Path) -> Path:
-    """Returns ``path`` if a file can be written there.
+    """Returns ``path`` after checking that a file can be written there.
 
     Raises:
-        ConfigurationError: it cannot; the message names the flag, the path and what is in the way.
+        ConfigurationError: it cannot; the message names the flag, the path and the reason.
     """
     folder = path.absolute().parent
     if not folder.is_dir():
@@ -29,18 +29,18 @@ def check_target(flag: str, path: Path) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A draft next to ``path``, which takes its place when all has been written; after an error nothing is left."""
+    """Yields a draft file next to ``path``. It replaces ``path`` when the block exits; after an error it is removed."""
     draft = path.with_name(path.name + ".draft")
     try:
         with draft.open("wb") as file:
             yield file
         draft.replace(path)
-    except BaseException:  # half a file is of no use, and the error goes on
+    except BaseException:  # removes the incomplete draft
         draft.unlink(missing_ok=True)
         raise
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file, whole or not at all."""
+    """Writes a file atomically."""
     with replacing(path) as file:
         file.write(data)

@@ -1,1 +1,1 @@
-"""How messages travel: frames on a Unix socket between worker and agent, a pair of queues inside one process."""
+"""Transports of messages: gRPC, pipes to relays, frames on a byte stream, and queues inside one process."""

@@ -1,6 +1,6 @@
-"""The wire form of messages: msgpack arrays made by msgspec, tagged with the class name, unknown fields refused.
+"""The wire form of messages: msgpack arrays, encoded by msgspec and tagged with the class name.
 
-No received message can run code.
+The decoder refuses unknown fields. No received message can run code.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import AnyMessage
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Larger frames are refused before they are decoded. State never travels in messages, so only error texts and
-rendezvous keys come near it."""
+"""Limit of one message. `decode` refuses larger ones before it decodes them. State never travels in messages, so only
+store values come near the limit."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: AnyMessage) -> bytes:
-    """The wire form of a message."""
+    """Returns the wire form of a message."""
     return _encoder.encode(message)
 
 
 def decode(frame: bytes | bytearray | memoryview) -> AnyMessage:
-    """The message in a frame.
+    """Decodes the message in a frame.
 
     Raises:
-        RemoteProtocolError: too large, not msgpack, or not a message of this protocol.
+        RemoteProtocolError: the frame is too large, not msgpack, or not a message of this protocol.
     """
     if len(frame) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError(f"a message of {len(frame)} bytes: at most {MAX_MESSAGE_BYTES} are allowed")

@@ -12,31 +12,31 @@ _LENGTH = struct.Struct("<I")
 
 
 def frame(message: AnyMessage) -> bytes:
-    """The bytes of one message, ready to be written."""
+    """Returns a message as a frame."""
     return framed(encode(message))
 
 
 def framed(body: bytes) -> bytes:
-    """The same for a message in its wire form."""
+    """Returns a message that is already encoded as a frame."""
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameDecoder:
-    """Cuts a byte stream into messages. One per connection; not safe for several threads."""
+    """Splits a byte stream into messages. Each connection needs its own; it is not thread-safe."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     @property
     def num_buffered(self) -> int:
-        """How many bytes have come of a frame that is not whole yet."""
+        """Number of bytes of an incomplete frame that have arrived."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[AnyMessage]:
-        """The messages completed by ``data``.
+        """Adds data of the stream, and returns the messages that it completes.
 
         Raises:
-            RemoteProtocolError: a frame is larger than allowed (found before it has arrived), or no message.
+            RemoteProtocolError: a frame is too large (raised before it has arrived), or it contains no message.
         """
         self._buffer += data
         messages = []

@@ -14,12 +14,13 @@ from keepstep.protocol.messages import AnyMessage
 from keepstep.protocol.relay.bundle import PacketBundle
 
 PATIENCE_S = 600.0
-"""As long as a script may take between two steps: workers that end a step need the controller no later than then."""
+"""How long an agent waits for a connection, in seconds: as long as a script may take between two steps, because workers
+need the controller by then."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Connected:
-    """The connection is open, for the first time or again: what was sent before may have been lost."""
+    """A connection has been opened, for the first time or again. Messages sent before may have been lost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ class RelayLost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrival:
-    """A message of a node, over a connection that is known to be that node's.
+    """A message of a node, over a connection whose token has identified the node.
 
-    With relays also a bundle, whose nodes are known in the same way, and the loss of a relay; ``node`` is empty then.
+    With relays, also a bundle of such messages, or the loss of a relay. ``node`` is empty then.
     """
 
     node: str
@@ -44,26 +45,26 @@ class ControllerConnection(Protocol):
     """An agent's connection to its controller."""
 
     def send(self, message: AnyMessage) -> None:
-        """Sends a message, or loses it while there is no connection; never blocks."""
+        """Sends a message; drops it if there is no connection. Never blocks."""
 
     async def receive(self) -> AnyMessage | Connected:
-        """What comes next."""
+        """Waits for the next message and returns it."""
 
 
 class NodeConnections(Protocol):
     """A controller's connections to the agents of all nodes."""
 
     def send(self, node: str, message: AnyMessage) -> None:
-        """Sends a message, or loses it while there is no connection to the node; never blocks."""
+        """Sends a message; drops it if there is no connection to the node. Never blocks."""
 
     async def receive(self) -> Arrival:
-        """What comes next, from any node."""
+        """Waits for the next message of any node and returns it."""
 
     def more(self) -> Arrival | None:
-        """What has come already besides; None where that is nothing, or not known."""
+        """Returns the next message without waiting; None if none has arrived, or the transport cannot tell."""
 
     def refuse(self, node: str, why: str) -> None:
-        """Ends the connection to a node that has said what it must not say."""
+        """Closes the connection to a node that has broken the protocol."""
 
 
 @runtime_checkable
@@ -75,4 +76,4 @@ class BundlingConnections(NodeConnections, Protocol):
         """node -> the relay that holds its connection."""
 
     def send_bundles(self, bundles: Sequence[tuple[int, PacketBundle]]) -> None:
-        """Sends each relay its bundles, or loses those for one that has ended; never blocks."""
+        """Sends each relay its bundles; drops those for a relay that has ended. Never blocks."""

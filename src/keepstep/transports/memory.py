@@ -1,4 +1,4 @@
-"""Two ends of a message channel inside one process: the embedded controller and its agent, and tests."""
+"""A message channel inside one process, for an embedded controller and its agent, and for tests."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from keepstep.transports.interface import Arrival
 
 
 class MemoryChannel:
-    """One end. Messages are encoded and decoded on the way, so that both ends live as if apart."""
+    """One end of the channel. It encodes and decodes messages, so that the two ends share no objects."""
 
     def __init__(self, inbox: asyncio.Queue[bytes], outbox: asyncio.Queue[bytes]) -> None:
         self._inbox = inbox
         self._outbox = outbox
 
     def send(self, message: AnyMessage) -> None:
-        """Queues a message for the other end; never blocks."""
+        """Queues a message for the other end. Never blocks."""
         self._outbox.put_nowait(encode(message))
 
     async def receive(self) -> AnyMessage:
-        """The next message from the other end."""
+        """Waits for the next message from the other end and returns it."""
         return decode(await self._inbox.get())
 
 
 class OneNode:
-    """A controller's end where there is one node, in its own process."""
+    """The controller's end if there is one node, in the controller's own process. Implements `NodeConnections`."""
 
     def __init__(self, node: str, channel: MemoryChannel) -> None:
         self._node = node
         self._channel = channel
 
     def send(self, node: str, message: AnyMessage) -> None:
-        """Queues a message; one for another node is dropped."""
+        """Queues a message; drops it if it is for another node."""
         if node == self._node:
             self._channel.send(message)
 
     async def receive(self) -> Arrival:
-        """The next message of the node."""
+        """Waits for the next message of the node and returns it."""
         return Arrival(self._node, await self._channel.receive())
 
     def more(self) -> Arrival | None:
-        """Nothing: one node never says so much that it would have to be taken together."""
+        """Returns None: a single node sends so few messages that the controller need not handle them together."""
         return None
 
     def refuse(self, node: str, why: str) -> None:
-        """There is no connection to refuse in one's own process: both ends are keepstep's.
+        """Raises an error, because both ends are keepstep's own code in one process.
 
         Raises:
             InternalError: always.
@@ -56,7 +56,7 @@ class OneNode:
 
 
 def channel_pair() -> tuple[MemoryChannel, MemoryChannel]:
-    """Two connected ends."""
+    """Returns two connected ends."""
     left: asyncio.Queue[bytes] = asyncio.Queue()
     right: asyncio.Queue[bytes] = asyncio.Queue()
     return MemoryChannel(left, right), MemoryChannel(right, left)

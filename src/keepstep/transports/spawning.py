@@ -1,7 +1,7 @@
 """The protocol between an agent and its spawner, over a pair of sequenced-packet sockets.
 
-The spawner is a small process that starts workers, by forking itself with torch already imported or by starting a fresh
-interpreter, and reports how they ended.
+The spawner is a small process that starts workers: it forks itself with torch already imported, or starts a fresh
+interpreter. It reports how they ended.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import msgspec
 from keepstep.errors import RemoteProtocolError
 
 MAX_PACKET_BYTES = 4096
-"""Of a report. A request travels in a file of its own, for a script's arguments may be longer than any packet."""
+"""Limit of a report. A request travels in an anonymous file, as a script's arguments may be longer than any packet."""
 
 
 class SpawnWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Make a worker. Its descriptors travel with it: link, tag page, lifeline, memory for snapshots, and
+    """Start a worker. The message carries its descriptors: link, tag page, lifeline, memory for snapshots, and
     stdout and stderr if redirected."""
 
     worker: int
     command: tuple[str, ...]
-    """Script or module with its arguments, or (with ``raw``) a whole command line."""
+    """The script or module with its arguments; with ``raw``, a complete command line."""
     module: bool
     raw: bool
     environment: dict[str, str]
@@ -33,13 +33,13 @@ class SpawnWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
 
 
 class SpawnerReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The spawner can make workers. ``worker_bytes``: memory that one fresh worker takes for itself, as measured."""
+    """The spawner can start workers. ``worker_bytes`` is the measured memory that a fresh worker takes for itself."""
 
     worker_bytes: int
 
 
 class WorkerSpawned(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The worker's process exists."""
+    """The spawner has started the worker's process."""
 
     worker: int
     pid: int
@@ -62,20 +62,20 @@ LINK_FD = 3
 PAGE_FD = 4
 LIFELINE_FD = 5
 SNAPSHOTS_FD = 6
-"""The descriptors under which every worker finds its link, its tag page, its lifeline and its memory for snapshots."""
+"""The numbers of a worker's descriptors: its link, tag page, lifeline, and memory for snapshots."""
 _MAX_DESCRIPTORS = 7
-"""The request itself, those, and stdout and stderr."""
+"""The request's file, the four descriptors above, stdout and stderr."""
 
 
 def send_request(endpoint: socket.socket, request: SpawnWorker, descriptors: list[int]) -> None:
-    """Sends a request with its descriptors; the caller keeps and closes its own copies."""
+    """Sends a request with its descriptors. The caller keeps its own copies, and must close them."""
     with open(os.memfd_create("keepstep-request"), "wb", buffering=0) as file:
         file.write(msgspec.json.encode(request))
         socket.send_fds(endpoint, [b"r"], [file.fileno(), *descriptors])
 
 
 def receive_request(endpoint: socket.socket) -> tuple[SpawnWorker, list[int]] | None:
-    """The next request with descriptors that the caller owns, or None at the end of the stream."""
+    """Waits for a request. Returns it with its descriptors, which the caller owns; None at the end of the stream."""
     try:
         data, descriptors, _flags, _address = socket.recv_fds(endpoint, 1, _MAX_DESCRIPTORS)
     except ConnectionResetError:  # the other end was closed before it had read all reports
@@ -88,10 +88,10 @@ def receive_request(endpoint: socket.socket) -> tuple[SpawnWorker, list[int]] | 
 
 
 def decode_report(data: bytes) -> SpawnerReport:
-    """The report in a packet.
+    """Decodes the report in a packet.
 
     Raises:
-        RemoteProtocolError: the packet holds none.
+        RemoteProtocolError: the packet contains no report.
     """
     try:
         return _reports.decode(data)

@@ -1,8 +1,8 @@
 """A job's own certificate authority, derived from its secret, so that no certificate has to be distributed.
 
 Each process that has the secret derives the same key, and creates a certificate of the authority with it. These
-certificates differ in their dates, and each verifies signatures of the key. An agent that has only its token gets the
-certificate with it. Elliptic curve P-256 (FIPS 186-4), which every TLS library speaks.
+certificates differ in their dates, but each verifies signatures of the key. An agent that has only a token gets the
+certificate with the token. The key is on the elliptic curve P-256 (FIPS 186-4), which every TLS library supports.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from cryptography.x509.oid import NameOID
 from keepstep.trust.tokens import Secret
 
 CONTROLLER_NAME = "controller.keepstep"
-"""What the controller's certificate is made out to, at every address: there is one in each job."""
+"""The host name in the controller's certificate, the same for all addresses, because a job has one controller."""
 _AUTHORITY_NAME = "keepstep job"
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Of P-256's group (SEC 2, section 2.4.2)."""
+"""Order of P-256's group (SEC 2, section 2.4.2)."""
 _EARLY, _LATE = datetime.timedelta(days=1), datetime.timedelta(days=3650)
-"""Clocks of machines differ; and a job shall not end because of a date."""
+"""Validity of certificates before and after now. The clocks of machines differ, and no job should outlive its
+certificates."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class ServerFiles:
-    """What a TLS server shows and proves, all PEM."""
+    """The private key and the certificate of a TLS server, both PEM."""
 
     key: bytes
     certificate: bytes
 
 
 def authority(secret: Secret) -> bytes:
-    """A certificate (PEM) that verifies this job's controller."""
+    """Returns a certificate (PEM) of the job's authority, with which an agent verifies the controller."""
     key = _authority_key(secret)
     own = _certificate(_AUTHORITY_NAME, key, key, is_authority=True)
     return own.public_bytes(serialization.Encoding.PEM)
 
 
 def is_certificate(pem: bytes) -> bool:
-    """Whether this is a certificate. gRPC would say no more of another text than that there is no connection."""
+    """Returns whether a text is a certificate. With an invalid one, gRPC would only report that it cannot connect."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # what the library only warns of, such as a serial number of 0, is damage
+            warnings.simplefilter("error")  # treat the library's warnings, such as a serial number of 0, as errors
             x509.load_pem_x509_certificate(pem)
     except (ValueError, Warning):
         return False
@@ -54,7 +55,7 @@ def is_certificate(pem: bytes) -> bool:
 
 
 def server(secret: Secret) -> ServerFiles:
-    """A fresh key for this job's controller, and its certificate."""
+    """Creates a new key for this job's controller, and its certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = _certificate(CONTROLLER_NAME, key, _authority_key(secret), is_authority=False)
     private = key.private_bytes(

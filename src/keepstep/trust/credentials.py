@@ -1,4 +1,4 @@
-"""An agent's credentials, its token and the authority's certificate, in one text for a file or a variable."""
+"""An agent's credentials, in one text for a file or an environment variable: token and authority's certificate."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from keepstep.trust.tokens import Claim, Secret, mint, name_in
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
-    """A token, and the certificate (PEM) of the authority that vouches for the controller; None: no authority does."""
+    """A token, and the certificate (PEM) of the authority that verifies the controller; None: no TLS."""
 
     token: str
     authority: bytes | None
 
     @classmethod
     def of(cls, secret: Secret, claim: Claim) -> Credentials:
-        """Those of a member of the job that a secret belongs to."""
+        """Creates the credentials for a claim in the job of this secret."""
         return cls(mint(secret, claim), certificates.authority(secret))
 
     @classmethod
     def parse(cls, text: str, source: str) -> Credentials:
-        """What `text` wrote.
+        """Parses the output of `text`.
+
+        Args:
+            text: the text.
+            source: where it is from, for the error.
 
         Raises:
-            ConfigurationError: it is something else; ``source`` says where it was.
+            ConfigurationError: the text is not of this form.
         """
         token, _, pem = text.strip().partition("\n")
         if not text.isascii() or token.count(".") != 3 or (pem and not certificates.is_certificate(pem.encode())):
@@ -35,9 +39,9 @@ class Credentials:
 
     @property
     def name(self) -> str:
-        """Whom the token is for, as it says itself."""
+        """The name in the token, unverified."""
         return name_in(self.token)
 
     def text(self) -> str:
-        """The token, then the certificate."""
+        """Returns the token and then the certificate, as text."""
         return f"{self.token}\n{(self.authority or b'').decode()}".strip()

@@ -23,19 +23,19 @@ MAX_TOKEN_CHARS = 1024
 
 
 class Role(enum.StrEnum):
-    """What a token's bearer may do. Workers have none: each has a line of its own, inherited from its agent."""
+    """What a token's bearer may do. Workers have no token: each has a socket that it inherits from its agent."""
 
     AGENT = "agent"
-    """Speak for one node."""
+    """Send the reports of one node."""
     RECEIVER = "receiver"
     """Receive published weights on one node."""
     PUBLISHER = "publisher"
-    """Stand in for the publishers of one node, before those of other nodes."""
+    """Serve the published weights of one node to other nodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """Who a token's bearer is: for an agent, the name of its node."""
+    """The identity of a token's bearer. ``name`` is the node of an agent."""
 
     role: Role
     name: str
@@ -43,21 +43,25 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Secret:
-    """What the whole trust of one job hangs on. Never shown, not even by ``repr``."""
+    """The secret key of one job, on which all its authentication rests. ``repr`` does not show it."""
 
     key: bytes
 
     @classmethod
     def new(cls) -> Secret:
-        """A random one."""
+        """Creates a random secret."""
         return cls(secrets.token_bytes(_SECRET_BYTES))
 
     @classmethod
     def parse(cls, text: str, source: str) -> Secret:
-        """The secret in a file or variable, as `text` wrote it.
+        """Parses the output of `text`.
+
+        Args:
+            text: the content of a file or variable.
+            source: where it is from, for the error.
 
         Raises:
-            ConfigurationError: it is none; ``source`` says where it was.
+            ConfigurationError: the text is no secret.
         """
         try:
             key = bytes.fromhex(text.strip())
@@ -71,30 +75,30 @@ class Secret:
         return cls(key)
 
     def text(self) -> str:
-        """Its written form."""
+        """Returns the secret as hexadecimal digits."""
         return self.key.hex()
 
     def derive(self, purpose: str) -> bytes:
-        """32 bytes that belong to a purpose, from which nothing can be learned of the secret or of other purposes."""
+        """Derives a key of 32 bytes for a purpose. It reveals nothing of the secret, or of keys for other purposes."""
         return hmac.digest(self.key, f"keepstep {purpose}".encode(), hashlib.sha256)
 
 
 def mint(secret: Secret, claim: Claim) -> str:
-    """A token for a role and name."""
+    """Returns a token for a claim."""
     body = f"{_PREFIX}.{claim.role}.{_armour(claim.name.encode())}"
     return f"{body}.{_armour(_seal(secret, body))}"
 
 
 def check(secret: Secret, token: str, *roles: Role) -> Claim:
-    """Who the bearer of a token is.
+    """Verifies a token, and returns its claim.
 
     Args:
-        secret: of the job.
-        token: of any length.
-        roles: for which it may be; by default that of an agent.
+        secret: the job's secret.
+        token: the token, of any length.
+        roles: the accepted roles; by default that of an agent.
 
     Raises:
-        TokenRefused: it was not made with this job's secret, or for another role.
+        TokenRefused: the token is malformed, was not made with this secret, or is for another role.
     """
     if len(token) > MAX_TOKEN_CHARS:
         raise TokenRefused(f"a token of {len(token)} characters: at most {MAX_TOKEN_CHARS} are allowed")
@@ -114,7 +118,7 @@ def check(secret: Secret, token: str, *roles: Role) -> Claim:
 
 
 def name_in(token: str) -> str:
-    """The name that a token is for, as it says itself; empty where it says nothing that can be read."""
+    """Returns the name in a token without verifying the token; empty if it contains no readable name."""
     try:
         return _bare(token.split(".")[2]).decode()
     except (ValueError, IndexError):
@@ -130,10 +134,10 @@ def _armour(data: bytes) -> str:
 
 
 def _bare(text: str) -> bytes:
-    """The opposite of `_armour`, of what that has made: base64 can be written in several ways.
+    """Inverts `_armour`. Accepts only its exact output, because base64 can encode the same bytes in several ways.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: the text is not the output of `_armour`.
     """
     data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     if _armour(data) != text:
@@ -142,10 +146,14 @@ def _bare(text: str) -> bytes:
 
 
 def read_private(path: Path, what: str) -> str:
-    """The content of a file that only its owner may read.
+    """Reads a file that only its owner may read.
+
+    Args:
+        path: the file.
+        what: what the file is, for the error.
 
     Raises:
-        ConfigurationError: it cannot be read, or others can read it.
+        ConfigurationError: the file cannot be read, or other users can read it.
     """
     try:
         mode = path.stat().st_mode
@@ -161,7 +169,7 @@ def write_private(path: Path, text: str) -> None:
     """Writes a new file that only its owner may read.
 
     Raises:
-        OSError: it cannot be written, or is there already.
+        OSError: the file cannot be written, or exists already.
     """
     path.touch(0o600, exist_ok=False)
     path.write_text(text + "\n", encoding="ascii")

@@ -1,4 +1,4 @@
-"""A script under plain python: one rank, no agent, no controller, with the same code above this layer."""
+"""A script under plain python: one rank without agent and controller. The code above this layer is the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from keepstep.worker.link import Link
 
 
 class LinkAlone(Link):
-    """Answers every report by itself, as a controller would that has one rank and never loses it."""
+    """Answers every report itself, as a controller with a single rank would."""
 
     def __init__(self) -> None:
         self.worker = 0
@@ -33,11 +33,11 @@ class LinkAlone(Link):
         self._once: set[str] = set()
 
     def listen(self, on_order: Callable[[WorkerOrder], None]) -> None:
-        """Remembers who takes the orders."""
+        """Sets the function that receives the orders."""
         self._on_order = on_order
 
     def send(self, report: WorkerReport | WeightsObserved) -> None:
-        """Answers at once.
+        """Answers a report at once, in the calling thread.
 
         Raises:
             NothingToRecoverFrom: the one rank cannot load its checkpoint, and no other rank holds the state.
@@ -59,18 +59,18 @@ class LinkAlone(Link):
     def request(
         self, generation: int, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float
     ) -> tuple[bytes, ...]:
-        """The rendezvous store of a world of one."""
+        """Sets or reads keys of the rendezvous store of a single rank."""
         if operation == "set":
             self._keys[keys[0]] = value
             return ()
         return tuple(self._keys[key] for key in keys)
 
     def post(self, generation: int, operation: str, keys: tuple[str, ...], value: bytes) -> None:
-        """As `request`."""
+        """Same as `request`, without a result."""
         self.request(generation, operation, keys, value, 0.0)
 
     def ask_once(self, operation: str, name: str, timeout_s: float) -> bool:
-        """The only process is always the first; what it has given up it may hold again."""
+        """Returns True for the first claim or hold of a name, and again after the process has given the name up."""
         is_mine = operation in ("claim", "hold") and name not in self._once
         if is_mine:
             self._once.add(name)
@@ -79,7 +79,7 @@ class LinkAlone(Link):
         return is_mine
 
     def fail_requests(self) -> None:
-        """Nothing ever waits."""
+        """Does nothing: no request waits."""
 
     def _give(self, order: WorkerOrder) -> None:
         assert self._on_order is not None

@@ -1,4 +1,4 @@
-"""The shell around the worker's machine: its threads, communicators, tag page, and link to the agent.
+"""Connects the worker's state machine to its threads, communicators, tag page, and link to the agent.
 
 Two threads use it. The link's listener (and gloo's threads, when a collective fails) call `on_order` and `failed`: they
 pass the event to the machine, which sets a flag, and close the groups. The training thread checks the flag at its safe
@@ -43,25 +43,26 @@ from keepstep.worker.link import Link
 from keepstep.worker.values.missing import MissingValues, line_of_script
 
 ORDER_DEADLINE_S = 3600.0
-"""The controller has deadlines of its own for everything it waits for; this one only ends a wait on a lost one."""
+"""How long a worker waits for an order. The controller has its own deadlines; this one ends the wait for a lost
+controller."""
 SETTLE_S = 0.25
-"""How long a backward may go on whose step a lost rank was synced in. It ends in milliseconds: what it still waits for
-was sent before. Only after another loss does it wait for nothing."""
+"""How long a backward may continue after a `Stop`, if the lost rank was synced in that step. The backward ends within
+milliseconds, because the lost rank had sent its data. After another loss it may wait for data that never comes."""
 SIGN_OF_LIFE_S = 0.1
-"""Between two signs of life of a rank that will go on by itself; less than any deadline of a phase."""
+"""Interval at which a rank in `knows_failure` shows progress; less than any deadline of a phase."""
 
 Work: TypeAlias = (
     moves.Build | moves.Undo | moves.Update | moves.Load | moves.Train | moves.Save | moves.End | moves.SaveAndEnd
 )
-"""A move that is not done here: it concerns the script or the state."""
+"""A move that the caller of `next_move` performs, because it concerns the script or the state."""
 
 
 class Coordination:
     """One rank's part in its job. Implements `keepstep.worker.groups.observer.GroupObserver`.
 
-    What other threads tell the machine, and what it decides upon that, happens under one lock, which is never held
-    while anything is waited for, broken or sent. How its moves went is told by the training thread alone, without it,
-    and fields are read without it.
+    Other threads pass events to the machine and read its decision under one lock. No thread holds the lock while it
+    waits, closes groups, or sends. Only the training thread reports the results of moves, without the lock. Any thread
+    reads fields without the lock.
     """
 
     def __init__(self, link: Link, page: TagWriter, pid: int, rank: int | None) -> None:
@@ -70,50 +71,50 @@ class Coordination:
         self.machine = WorkerMachine(link.worker, pid, rank)
         self.groups: GroupRegistry | None = None
         self.observe: Callable[[str], None] = lambda moment: None
-        """Told of each moment of a recovery; the drill listens."""
+        """Called with the name of each moment of a recovery, for drills."""
         self.snapshots: Callable[[], tuple[int, ...]] = lambda: ()
-        """Steps of the checkpoints that this rank can read now; asked by the training thread."""
+        """Returns the steps of the checkpoints and snapshots that this rank can load. Called by the training thread."""
         self.second_copies: Callable[[], SnapshotsByRank] = tuple
-        """What this worker keeps of other ranks' snapshots; asked likewise."""
+        """Returns the second copies that this worker keeps for other ranks. Called by the training thread."""
         self.digests: Callable[[], dict[str, str]] = dict
-        """Digests of all protected state by name; the drill asks, in the training thread."""
+        """Returns digests of all protected state by name. Drills call it in the training thread."""
         self.broken = CancelToken()
-        """Set, by any thread, after the communicators were broken; ends what waits for other ranks besides them."""
+        """Set by any thread after it has closed the groups. Cancels the transfer of state."""
         self.break_off: Callable[[], None] = lambda: None
-        """Told by any thread that a rank was lost, with the communicators: what else waits for other ranks ends."""
+        """Called by any thread that closes the groups after a loss, to end other work that needs all ranks."""
         self.break_wait: Callable[[], None] = lambda: None
-        """Told likewise: the training thread may wait on a key of the store."""
+        """Called likewise, to end the training thread's wait for a key of the store."""
         self.follow: Callable[[WorkerOrder], None] = lambda order: None
-        """Told of every order, in the listener's thread."""
+        """Called with every order, in the listener's thread."""
         self._was_spare = rank is None
-        """Whether the environment tells of no rank yet."""
+        """Whether the environment variables do not contain the rank yet."""
         self.attempting = False
-        """Whether a step was handed out and is not complete: what the script does is undone if it is interrupted."""
+        """Whether a step was yielded and is not complete. An interruption then undoes the script's changes."""
         self.is_warming_up = False
-        """Whether this is a spare that computes only to warm up."""
+        """Whether this is a spare that acts as rank 0, to warm up or in `Session.pretending`."""
         self.leaves_between_steps = False
-        """Whether the loop leaves what it does where a step was handed out and is not begun, and does it again."""
+        """Whether the loop can abandon its work between the yield of a step and its beginning, and repeats it."""
         self._update: FrameType | None = None
-        """The call of a protected optimizer's ``step()`` that is running, or has left with an exception."""
+        """Frame of the call of a protected optimizer's ``step()`` that is running or has raised."""
         self.updates_alone = True
-        """False after a collective in there."""
+        """Whether the last call of ``step()`` ran no collective."""
         self.reduced_behind_update = False
-        """Whether a backward has communicated since the last gradient barrier was left."""
+        """Whether a backward has communicated since this rank left the last gradient barrier."""
         self._update_raised = False
-        """Whether one has raised in this step, and the script went on: its parameters may be half updated."""
+        """Whether a ``step()`` has raised in this step and the script went on: its parameters may be half updated."""
         self.missing_values = MissingValues()
         self._training_thread = threading.get_ident()
         self._warned: set[str] = set()
         self._news = threading.Condition()
-        """Guards the machine, and is notified of all that the training thread may be waiting for."""
+        """Guards the machine. Notified of every event that the training thread may wait for."""
         self._num_orders = 0
 
     # ---- other threads --------------------------------------------------------------------------------------------
 
     def on_order(self, order: WorkerOrder) -> None:
-        """What cannot wait for the training thread. Runs in the listener."""
+        """Handles the part of an order that cannot wait for the training thread. Runs in the listener's thread."""
         if isinstance(order, Terminate) and not callable(signal.getsignal(signal.SIGTERM)):
-            return  # a script that does not handle the signal must not go on after its loop: it would seem complete
+            return  # a script without a handler must not leave its loop and go on: it would seem complete
         with self._news:
             urgency = self.machine.receive(order)
             holding = self.machine.holding()
@@ -132,7 +133,7 @@ class Coordination:
             self.observe("stop")
 
     def settled(self, generation: int | None = None) -> None:
-        """The backward has ended, or has had its time (for the `Stop` of ``generation``): now everything is broken."""
+        """Closes the groups: the backward has ended, or its time (for the `Stop` of ``generation``) is over."""
         with self._news:
             urgency = self.machine.settled(generation)
             self._news.notify_all()
@@ -148,7 +149,7 @@ class Coordination:
         self.break_wait()
 
     def entered(self, group: str, operation: Operation, peer: int) -> None:
-        """An operation of a group was begun."""
+        """Records that an operation of a group has begun."""
         self.page.operation_entered(group, operation, peer)
         if self.machine.steps.phase is Phase.OPTIMIZER:
             self.machine.communicates_in_update = True
@@ -158,18 +159,18 @@ class Coordination:
                 self.reduced_behind_update = True
 
     def awaited(self) -> None:
-        """Something waits for an operation in flight."""
+        """Records that a thread waits for an operation in flight."""
         self.page.operation_awaited()
 
     def left(self, group: str, operation: Operation, peer: int, *, was_awaited: bool) -> None:
-        """An operation of a group has ended."""
+        """Records that an operation of a group has ended."""
         self.page.operation_left(group, operation, peer, was_awaited=was_awaited)
 
     def failed(self, group: str, error: Exception) -> bool:
-        """A collective ended in an error: echo, report it once, stop at the next safe point."""
+        """Reports the error of a collective once, and closes the groups. Returns whether the group must echo."""
         if self.completed:
             return False
-        with self._news:  # both at once: no `Stop` may begin to settle between them
+        with self._news:  # under one lock: no `Stop` may begin to settle between the two calls
             urgency = self.machine.settled()
             hint = self.machine.collective_failed(group, text(error))
             self._news.notify_all()
@@ -180,14 +181,14 @@ class Coordination:
         return True
 
     def is_over(self, generation: int) -> bool:
-        """Whether a newer generation has begun: groups that are being connected must be broken."""
+        """Whether a newer generation has begun, so that groups must stop connecting."""
         return self.machine.is_over(generation)
 
     def knows_failure(self, within_s: float) -> bool:
-        """Whether a failure is known by which this rank is interrupted, now or ``within_s`` seconds.
+        """Waits up to ``within_s`` seconds for a failure that interrupts this rank. Returns whether one is known.
 
-        Meanwhile it does not count as a rank that waits for others: where all do, past their deadline, the job has
-        stalled, and this one will go on by itself.
+        Meanwhile the rank shows progress, because it will go on by itself. Without that, the agent would count it as
+        waiting for others, and a job in which all ranks wait past their deadline counts as stalled.
         """
         until_s = time.monotonic() + within_s
         with self._news:
@@ -197,7 +198,7 @@ class Coordination:
         return self.interrupted
 
     def echoed(self, group: str) -> None:
-        """A collective was answered by echo."""
+        """Records that a group has answered a collective by echo."""
         self.machine.echoed()
         if self._is_for_good:
             self.machine.lost_value()
@@ -212,19 +213,19 @@ class Coordination:
 
     @property
     def _is_for_good(self) -> bool:
-        """Whether what the script does now is not undone: it is after the gradient barrier, or after the step."""
+        """Whether the script's current work is permanent: after the gradient barrier, or after the step."""
         phase = self.machine.steps.phase
         return phase is Phase.OPTIMIZER or (
             phase is Phase.UPDATED and self.machine.state is WorkerState.TRAINING and not self.attempting
         )
 
     def missing(self, group: str, received: Sequence[object]) -> None:
-        """The script is about to get what a collective that was cut off has left. From the thread that gets it."""
+        """Tracks tensors that a cut-off collective did not fill. Runs in the thread that is about to get them."""
         if self.machine.in_doubt and self.is_training_thread:
             tensors = [leaf for leaf in tree_leaves(received) if isinstance(leaf, torch.Tensor)]
             self.missing_values.adopt(tensors, in_update=self._update is not None)
             if self._update is not None:
-                return  # it has many collectives, and `judge_copy` tells of them
+                return  # an update may have many collectives; `judge_copy` reports them
             print(
                 f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: a failure cut off a collective "
                 f"of group {group}; what it would have given is missing, at {line_of_script()}",
@@ -232,10 +233,10 @@ class Coordination:
             )
 
     def judge_copy(self, host: Callable[[], object]) -> None:
-        """The script asks for the next step: is this rank's copy whole, after collectives that were cut off?
+        """Decides whether this rank's copy is whole after cut-off collectives. Called when the script asks for a step.
 
         Args:
-            host: gives the protected host values.
+            host: returns the protected host values.
         """
         harm = self.missing_values.conclude(host)
         if self._update_raised and self.interrupted:
@@ -257,9 +258,9 @@ class Coordination:
             )
 
     def await_rank(self) -> int:
-        """This process's rank; a spare waits until it is given one.
+        """Returns this process's rank. A spare waits until it gets one.
 
-        While it warms up it takes itself for rank 0: torch's compiler asks for the rank, to name what it logs.
+        A spare that warms up gets 0 at once: torch's compiler asks for the rank, to name its logs.
         """
         machine = self.machine
         if self.is_warming_up and machine.rank is None:
@@ -276,13 +277,13 @@ class Coordination:
         return machine.rank
 
     def _adopt_rank(self) -> None:
-        """The environment follows the rank. By the training thread: no other one may change it under its hands."""
+        """Writes the rank to the environment variables. Only the training thread may change them under the script."""
         if self._was_spare and (mine := self.machine.assignment) is not None:
             self._was_spare = False
             adopt_rank(mine.rank, mine.local_rank, mine.local_world_size)
 
     def ask_once(self, operation: str, name: str) -> bool:
-        """Asks for what happens once in the job's life; waiting for another process to do it is no hang."""
+        """Sends a request of `Session.once`. The agent does not take the wait for another process for a hang."""
         self.page.set_waiting(True)
         try:
             return self.link.ask_once(operation, name, ORDER_DEADLINE_S)
@@ -305,7 +306,7 @@ class Coordination:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the training thread shall come to a safe point. Cheap: it is asked many times in a step."""
+        """Whether the training thread must go to a safe point. Cheap: it is checked many times in a step."""
         return self.machine.interrupted
 
     @property
@@ -315,12 +316,12 @@ class Coordination:
 
     @property
     def is_training_thread(self) -> bool:
-        """Whether it is the training thread that asks."""
+        """Whether the calling thread is the training thread."""
         return threading.get_ident() == self._training_thread
 
     @property
     def completed(self) -> bool:
-        """Whether every rank has completed its last step: from here on the script's errors are its own."""
+        """Whether every rank has completed its last step. Later errors are the script's own."""
         return self.machine.state is WorkerState.COMPLETE
 
     # ---- the training thread ----------------------------------------------------------------------------------------
@@ -331,14 +332,14 @@ class Coordination:
         self.show()
 
     def begin_attempt(self) -> None:
-        """A step is handed out: what optimizers did in the step before is its own."""
+        """Forgets the updates of the last step, when a step is yielded."""
         self.attempting, self._update, self._update_raised = True, None, False
 
     def begin_update(self, call: FrameType) -> None:
-        """A protected optimizer begins its ``step()``, after the gradient barrier.
+        """Records that a protected optimizer begins its ``step()``, after the gradient barrier.
 
         Args:
-            call: the frame of this call. One inside of another, as of the base class's ``step()``, is a part of that.
+            call: frame of this call. A nested call, such as the base class's ``step()``, is a part of the outer one.
         """
         if self._update is not None and _is_inside(call, self._update):
             return
@@ -346,33 +347,33 @@ class Coordination:
         self._update, self.updates_alone = call, True
 
     def end_update(self, call: FrameType) -> None:
-        """The call of ``step()`` with this frame has come to its end."""
+        """Records the end of the call of ``step()`` with this frame."""
         if call is self._update:
             self._update = None
 
     def complete_step(self) -> None:
-        """The script has come to the end of the step."""
+        """Records that the script has come to the end of the step."""
         self._look_for_raised_update()
         self.move(StepEvent.STEP_COMPLETED)
 
     def _look_for_raised_update(self) -> None:
-        """A ``step()`` that has begun and not ended has raised, and the script went on (it skips the step, perhaps).
+        """Finds a ``step()`` that has begun and not ended: it has raised, and the script went on, perhaps skipping it.
 
-        Torch tells of the beginning and of a good end only. The copy counts as partially updated until the script asks
-        for the next step, where `judge_copy` decides.
+        Torch reports only the beginning and a successful end. The copy counts as partially updated until the script
+        asks for the next step, where `judge_copy` decides.
         """
         if self._update is not None:
             self._update, self._update_raised = None, True
             self.machine.lost_value()
 
     def show(self) -> None:
-        """Writes the tag."""
+        """Writes this rank's tag to the tag page."""
         steps = self.machine.steps
         self.page.write(self.machine.generation, steps.step, steps.phase)
         self.observe(str(steps.phase))
 
     def show_moment(self, moment: SnapshotMoment, step: int, num_bytes: int, at_ns: int) -> None:
-        """Writes what became of a snapshot of this rank, for the eye."""
+        """Writes a moment of one of this rank's snapshots to the tag page, for observers."""
         self.page.moment(moment, self.machine.generation, step, num_bytes, at_ns)
 
     def join(self) -> None:
@@ -386,7 +387,7 @@ class Coordination:
                 raise InternalError(f"worker {self.link.worker} has joined and is to {move}")
 
     def next_move(self) -> Work:
-        """The caller's next move. Sends reports, waits for orders and connects groups by itself until then."""
+        """Returns the caller's next move. Until then, sends reports, waits for orders and connects groups."""
         while True:
             move, num_orders = self._ask()
             match move:
@@ -402,7 +403,7 @@ class Coordination:
                     return move
 
     def _ask(self) -> tuple[moves.Move, int]:
-        """The machine's next move, and how many orders had come by then."""
+        """Returns the machine's next move, and the number of orders received by then."""
         may_look = True
         while True:
             with self._news:
@@ -415,7 +416,7 @@ class Coordination:
         """Waits until more orders than ``num_orders`` have come.
 
         Raises:
-            PeerLost: none came in time.
+            PeerLost: no order came in time.
         """
         self.page.set_waiting(True)
         try:
@@ -445,19 +446,19 @@ class Coordination:
         self.page.reset_operations()
         self.show()
         if self.machine.is_over(generation):
-            self._break()  # the order came after its listener had nothing to break
+            self._break()  # the listener handled the order before there were connections to close
 
     def give_up_update(self) -> None:
-        """The rest of a step cannot be done: this rank's copy is between two steps, and has to be restored."""
+        """Abandons an update that cannot complete. Marks this rank's copy as partially updated, to have it restored."""
         self.machine.lost_value()
         self.machine.found_partially_updated()
         self._update = None
 
     def stand_until_ended(self) -> NoReturn:
-        """A rank was lost while all start, and the script can get no further: its process is ended, with all others.
+        """Ends the process, with all others, by the controller's order: a rank was lost before the first step.
 
         Raises:
-            PeerLost: it was not, within an hour.
+            PeerLost: the order did not come within an hour.
         """
         self.machine.echoed()
         self.machine.built("0", (), checkpointing=False)
@@ -468,12 +469,12 @@ class Coordination:
                 raise InternalError(f"worker {self.link.worker} is to be ended in its start-up, and is to {move}")
 
     def fell_out(self, where: str, error: Exception) -> None:
-        """Breaks off a recovery: tells the controller, unless it knows."""
+        """Breaks off a recovery: closes the groups, and reports the error unless the controller knows of it."""
         self._break()
         self.machine.fell_out(where, text(error))
 
     def end(self, order: Rescue, path: str | None, problem: str | None) -> NoReturn:
-        """Reports what was saved of this rank's state, and ends the process: the job cannot continue."""
+        """Reports what was saved of this rank's state, and ends the process, because the job cannot continue."""
         self.link.send(StateRescued(self.link.worker, path, problem))
         print(f"keepstep: rank {self.machine.rank} ends: {order.reason}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_TOO_FEW_RANKS)

@@ -12,10 +12,10 @@ from keepstep.worker.jobstore.startup_store import StoreRecorder, StoreReplayer
 
 
 class StartUpExchange:
-    """From `keepstep.init` to the first step: a rank keeps what its operations give it, a spare is answered with it."""
+    """Records what a rank's operations return from `keepstep.init` to the first step, and replays it to a spare."""
 
     def __init__(self, coordination: Coordination, groups: GroupRegistry, store: DefaultStore) -> None:
-        """Begins, before any group is made and any key is asked for."""
+        """Begins to record or replay. Create it before the first group and the first store operation."""
         machine = coordination.machine
         self._coordination = coordination
         self._groups = groups
@@ -34,7 +34,7 @@ class StartUpExchange:
             store.asking = keys
 
     def end(self) -> None:
-        """The first step is here: hands over what was recorded."""
+        """Ends the exchange at the first step, and hands over the recorded results."""
         machine = self._coordination.machine
         self._groups.end_start_up()
         self._store.asking = self._live

@@ -39,7 +39,7 @@ class Link:
         """Args:
         connection: the socket.
         worker: number of this worker.
-        decoder: has read from the socket before, and may hold the beginning of a message.
+        decoder: a decoder that has read from the socket before; it may hold the beginning of a message.
         """
         self.worker = worker
         self._decoder = decoder or FrameDecoder()
@@ -48,12 +48,12 @@ class Link:
         self._on_order: Callable[[WorkerOrder], None] | None = None
         self._requests: dict[int, Future[tuple[bytes, ...] | None]] = {}
         self._store_requests: dict[int, Future[StoreAnswered | None]] = {}
-        """On the store of the job, which no generation ends."""
+        """Requests to the job's default store, which outlives generations."""
         self._claims: dict[int, Future[bool]] = {}
         self._numbers = itertools.count()
 
     def listen(self, on_order: Callable[[WorkerOrder], None]) -> None:
-        """Starts the listener. ``on_order`` is given every order, in the listener's thread, and must not block."""
+        """Starts the listener's thread. It calls ``on_order``, which must not block, with every order."""
         self._on_order = on_order
         threading.Thread(target=self._listen, name="keepstep-link", daemon=True).start()
 
@@ -68,10 +68,10 @@ class Link:
     def request(
         self, generation: int, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float
     ) -> tuple[bytes, ...]:
-        """One call on the rendezvous store of ``generation``; blocks for ``get`` until all keys are there.
+        """Performs an operation on the rendezvous store of ``generation``. For ``get``, blocks until all keys are set.
 
         Raises:
-            PeerLost: the generation is over, or no answer came in time.
+            PeerLost: the generation is over, or no answer came within ``timeout_s`` seconds.
         """
         number = next(self._numbers)
         future: Future[tuple[bytes, ...] | None] = Future()
@@ -90,19 +90,22 @@ class Link:
         return values
 
     def post(self, generation: int, operation: str, keys: tuple[str, ...], value: bytes) -> None:
-        """As `request`, for what has no answer that anyone needs."""
+        """Same as `request`, but does not wait for an answer."""
         self.send(StoreRequested(self.worker, generation, next(self._numbers), operation, keys, value))
 
     def ask_store(
         self, generation: int, operation: str, keys: tuple[str, ...], value: bytes
     ) -> tuple[int, Future[StoreAnswered | None]]:
-        """One call on the store of the job, from any thread. Returns its number, for `forget_store`, and its answer.
+        """Begins an operation on the job's default store, from any thread.
 
         Args:
-            generation: that in which the training thread waits between two steps, else 0.
+            generation: the current one if the training thread waits and a failure cannot interrupt it, else 0.
             operation: see `keepstep.controller.jobstore`.
-            keys: of the operation.
-            value: of the operation.
+            keys: keys of the operation.
+            value: value of the operation.
+
+        Returns:
+            the number of the operation, for `forget_store`, and a future of the answer.
         """
         number = next(self._numbers)
         future: Future[StoreAnswered | None] = Future()
@@ -111,18 +114,18 @@ class Link:
         return number, future
 
     def forget_store(self, number: int, *, is_unanswered: bool) -> None:
-        """A call on the store of the job is over. One that was given up unanswered waits no more."""
+        """Forgets an operation on the job's default store. Cancels it at the controller if it is unanswered."""
         self._store_requests.pop(number, None)
         if is_unanswered:
             self.send(StoreRequested(self.worker, 0, next(self._numbers), "job_cancel", (), str(number).encode()))
 
     def ask_once(self, operation: str, name: str, timeout_s: float) -> bool:
-        """Asks the controller for what happens once in the job's life; whether it is this process that does it.
+        """Sends a request of `Session.once` to the controller. Returns whether this process performs the action.
 
         Args:
-            operation: claim or hold, which are answered; done or give_up, which are not.
-            name: of what happens.
-            timeout_s: for the answer.
+            operation: claim or hold, which the controller answers; done or give_up, which it does not.
+            name: name of the action.
+            timeout_s: seconds to wait for the answer.
 
         Raises:
             PeerLost: no answer came in time.
@@ -139,7 +142,7 @@ class Link:
             self._claims.pop(number, None)
 
     def fail_requests(self) -> None:
-        """Ends every call that waits on the store: the generation is over."""
+        """Ends every request that waits for the rendezvous store: the generation is over."""
         for future in list(self._requests.values()):
             if not future.done():
                 future.set_result(None)
@@ -161,7 +164,7 @@ class Link:
 
     def _answered(self, answer: StoreAnswered) -> None:
         future, of_the_job = self._requests.get(answer.request), self._store_requests.get(answer.request)
-        with suppress(InvalidStateError):  # a failure has ended it at this moment
+        with suppress(InvalidStateError):  # a failure has ended the request at the same time
             if future is not None:
                 future.set_result(answer.values)
             elif of_the_job is not None:

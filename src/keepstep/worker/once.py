@@ -1,4 +1,4 @@
-"""`Session.once`: what happens once per job."""
+"""`Session.once`: actions that happen once per job."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from types import TracebackType
 from keepstep.errors import UsageError
 
 MAX_NAME = 200
-"""Characters of a name: it stands in the journal."""
+"""Maximum number of characters of a name, because the journal contains it."""
 Ask = Callable[[str, str], bool]
-"""Operation and name to whether it is this process that does it; waits for the answer."""
+"""(operation, name) -> whether this process performs the action. Blocks until the controller answers."""
 
 
 class Once:
-    """In a condition the action is claimed at most once. As a context manager one process at a time performs it, until
-    one has completed its block.
+    """Guards an action that happens once per job. Created by `keepstep.Session.once`.
 
-    Created by `keepstep.Session.once`.
+    As a condition, it is True at most once in the job. As a context manager, it lets one process at a time perform the
+    action, until one has completed its block.
     """
 
     def __init__(self, name: str, ask: Ask, known: dict[str, bool]) -> None:
         """Args:
-        name: of what happens.
-        ask: the controller.
-        known: what this process knows of names: True for those that it holds just now, False for those that are over.
+        name: name of the action.
+        ask: asks the controller.
+        known: names that this process knows: True while it holds the name, False for a name that is over.
         """
         if not name or len(name) > MAX_NAME:
             raise UsageError(f"once({name[:MAX_NAME]!r}): a name has from 1 to {MAX_NAME} characters")
@@ -41,7 +41,7 @@ class Once:
         return self._claimed
 
     def __enter__(self) -> bool:
-        """Waits while another process performs it; returns True if this process must perform it."""
+        """Waits while another process performs the action. Returns True if this process must perform it."""
         if self._known.get(self._name):
             raise UsageError(f"once({self._name!r}) inside of itself: it would wait for its own end")
         is_mine = self._name not in self._known and self._ask("hold", self._name)
@@ -51,7 +51,7 @@ class Once:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Marks it as done; after an exception in the block, releases it for another process."""
+        """Marks the action as done. After an exception in the block, releases it for another process."""
         if not self._known[self._name]:
             return
         if kind is None:
@@ -59,5 +59,5 @@ class Once:
         else:
             del self._known[self._name]
         self._ask("done" if kind is None else "give_up", self._name)
-        if kind is None:  # the controller answers this one behind the other: from then on a kill repeats nothing
+        if kind is None:  # the controller answers it after it has recorded `done`: a kill then repeats nothing
             self._ask("claim", self._name)

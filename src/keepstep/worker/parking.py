@@ -22,19 +22,19 @@ _RECEIVE_BYTES = 1 << 16
 
 @dataclasses.dataclass(slots=True)
 class Parked:
-    """What came over the link while the spare was parked, for the session that takes the link over."""
+    """Messages that arrived while the spare was parked, for the session that takes over the link."""
 
     decoder: FrameDecoder = dataclasses.field(default_factory=FrameDecoder)
-    """Holds the beginning of a message that has not come as a whole."""
+    """May hold the beginning of an incomplete message."""
     orders: list[AnyMessage] = dataclasses.field(default_factory=list)
-    """The assignment, and what came right behind it."""
+    """The assignment, and the orders that arrived together with it."""
 
 
 _parked: Parked | None = None
 
 
 def park(settings: WorkerConfig) -> None:
-    """Waits until this spare is given a rank; ends the process where its agent is gone."""
+    """Waits until this spare gets a rank. Ends the process if its agent is gone."""
     global _parked
     for module in settings.preload:
         importlib.import_module(module)
@@ -53,7 +53,7 @@ def park(settings: WorkerConfig) -> None:
 
 
 def take_parked() -> Parked | None:
-    """What this process was told while it was parked, once; None where it was not."""
+    """Returns the messages of the time in the park, once; None if this process was not parked."""
     global _parked
     parked, _parked = _parked, None
     return parked

@@ -18,16 +18,16 @@ from keepstep.weights.publisher import Published, Publisher
 from keepstep.weights.spans import MAX_PICTURED, MAX_REPORTED
 
 MAX_FAILURES = 32
-"""Of one update; where a whole node is lost they are alike."""
+"""Maximum number of failures reported per update: if a whole node is lost, they are alike."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Voice:
-    """How a worker's publication is heard of.
+    """Sends the reports of a worker's publication.
 
     Attributes:
-        worker: its number.
-        send: tells the agent; any thread.
+        worker: number of the worker.
+        send: sends a report to the agent, from any thread.
     """
 
     worker: int = 0
@@ -35,10 +35,10 @@ class Voice:
 
 
 class StepPublication:
-    """One rank's part. Used from the training thread, except for `interrupt`.
+    """Publishes one rank's weights at regular steps. Call it from the training thread, except for `interrupt`.
 
-    A thread publishes copies, so training continues meanwhile. A version is the number of steps that its weights have
-    been trained for. One that fails because a rank is lost at that moment is skipped; the next one is complete.
+    A separate thread publishes copies, so training continues meanwhile. A version is the number of steps that its
+    weights have been trained for. A version is skipped if a rank is lost meanwhile; the next one is complete.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class StepPublication:
         voice: Voice = Voice(),
     ) -> None:
         """Args:
-        folder, weights, every, deadline_s, at_start: see `Session.publish_weights`.
-        voice: tells of each update when it begins and ends, and of consumers.
+            folder, weights, every, deadline_s, at_start: see `Session.publish_weights`.
+            voice: reports the begin and the end of each update, and the consumers.
 
         Raises:
             ConfigurationError: ``every`` is below 1.
@@ -65,16 +65,16 @@ class StepPublication:
         self._rank = 0
         self._under_way: Future[Published] | None = None
         self._has_told = threading.Event()
-        """Whether the end of what is under way was told."""
+        """Set when the end of the update in progress has been reported."""
         self._shown: tuple[tuple[str, int | None], ...] = ()
-        """The consumers, as they were told of last."""
+        """The consumers and their versions, as last reported."""
 
     def stand_ready(self, rank: int, world_size: int, generation: int, num_steps: int) -> None:
-        """This rank takes part in ``generation``: consumers find it from now on.
+        """Joins ``generation``: consumers find this rank from now on.
 
         Args:
-            rank, world_size, generation: those of the membership.
-            num_steps: that the weights have seen.
+            rank, world_size, generation: as in the membership.
+            num_steps: number of steps that the weights have been trained for.
         """
         self._rank = rank
         begins = self._publisher is None or self._publisher.generation != generation
@@ -95,11 +95,12 @@ class StepPublication:
             self._publish(self._publisher, num_steps)
 
     def after_step(self, num_steps: int, is_interrupted: bool = False) -> None:
-        """So many steps are complete: publishes, where it is due.
+        """Publishes the weights, if due, after ``num_steps`` complete steps.
 
         Args:
-            num_steps: how many.
-            is_interrupted: this generation is over, so what is due is not published, and reported as such.
+            num_steps: number of complete steps.
+            is_interrupted: whether this generation is over. A version that is due is then skipped, and reported as
+                such.
         """
         if self._publisher is None:
             return
@@ -175,7 +176,7 @@ class StepPublication:
         )
 
     def flush(self) -> None:
-        """Waits until what is under way has come about or not, which its deadline bounds."""
+        """Waits until the update in progress is committed or has failed. The wait is bounded by its deadline."""
         if self._under_way is None:
             return
         try:
@@ -187,12 +188,12 @@ class StepPublication:
         self._under_way = None
 
     def interrupt(self) -> None:
-        """A rank was lost: what is under way cannot come about. Any thread."""
+        """Breaks off the update in progress after the loss of a rank. Any thread may call it."""
         if self._publisher is not None:
             self._publisher.interrupt()
 
     def close(self) -> None:
-        """The job is over."""
+        """Waits for the update in progress, and closes the publisher."""
         self.flush()
         if self._publisher is not None:
             self._publisher.close()
@@ -203,9 +204,9 @@ class StepPublication:
 
 
 def spans_of(published: Published, begun_s: float, ended_s: float) -> tuple[StageSpan, ...]:
-    """The first spans of each stage, in seconds since the update began.
+    """Returns the first spans of each stage, in seconds since the update began.
 
-    Those of a consumer on a machine with another clock are left out: they do not lie within the update.
+    Spans of a consumer on a machine with another clock are omitted: they do not lie within the update.
     """
     spans = [span for stage in ("h2d", "broadcast") for span in published.spans.first(stage, MAX_REPORTED)]
     spans += [each for each in published.reloads if begun_s <= each.begun_ns / 1e9 <= each.ended_ns / 1e9 <= ended_s]

@@ -37,7 +37,7 @@ from keepstep.worker.values.replica_buffers import ReplicaBuffers
 
 
 class Recovery:
-    """One rank's recoveries. Everything here runs in the training thread, at a safe point."""
+    """Performs one rank's recoveries. All methods run in the training thread, at a safe point."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class Recovery:
         self._has_told_of_snapshots = False
         self._publication: StepPublication | None = None
         self._agreed_step: int | None = None
-        """At which all ranks are free to write their parts of a checkpoint."""
+        """The step at which all ranks can write their parts of a checkpoint; None if one is still writing."""
         self._generation: int | None = None
-        """In which this rank trained last."""
+        """The generation in which this rank trained last."""
         coordination.snapshots = self.snapshots
         if snapshots is not None:
             coordination.second_copies = snapshots.second_copies
@@ -75,12 +75,12 @@ class Recovery:
         return self._checkpoints is not None
 
     def publish(self, publication: StepPublication) -> None:
-        """From now on the weights are published."""
+        """Publishes the weights from now on."""
         self._publication = publication
         self._coordination.break_off = publication.interrupt
 
     def _stand_ready(self) -> None:
-        """The ranks of a generation are about to train."""
+        """Prepares this rank to train in the current generation."""
         if self._machine.generation != self._generation:
             self._generation = self._machine.generation
             self._tell_of_replicas()
@@ -90,7 +90,7 @@ class Recovery:
             self._publication.stand_ready(rank, dist.get_world_size(), self._machine.generation, at)
 
     def _tell_of_replicas(self) -> None:
-        """Says once, on rank 0, that the loss of some ranks would end the job, or take it far back."""
+        """Warns once, on rank 0, if the loss of some ranks would end the job or take it far back."""
         rank, membership = self._machine.rank, self._machine.membership
         if self._has_told_of_replicas or rank != 0 or membership is None or not self._state.is_sharded:
             return
@@ -113,7 +113,7 @@ class Recovery:
             )
 
     def start_together(self, rank: int, world_size: int, store: Store) -> None:
-        """All ranks start; see `Checkpoints.start_together`."""
+        """Prepares the checkpoints of a sharded state while all ranks start; see `Checkpoints.start_together`."""
         if self._checkpoints is not None and self._state.is_sharded:
             self._checkpoints.start_together(rank, world_size, store)
 
@@ -124,7 +124,7 @@ class Recovery:
 
     @property
     def _saves(self) -> bool:
-        """Whether this rank writes the checkpoints of what it and its replicas hold."""
+        """Whether this rank writes the checkpoints of its replica group."""
         rank, membership = self._machine.rank, self._machine.membership
         return rank is not None and membership is not None and membership.is_first_replica(rank)
 
@@ -143,41 +143,41 @@ class Recovery:
         return tuple(sorted(steps))
 
     def _take_in(self, snapshots: Snapshots) -> None:
-        """Notes which snapshots of other processes the agent has told of."""
+        """Adds the snapshots of other processes that the agent has reported."""
         while self._machine.inherited:
             kept = self._machine.inherited.pop(0)
             snapshots.inherit(kept.path, kept.rank, kept.steps)
 
     def steps_in_memory(self) -> tuple[int, ...]:
-        """Steps of this rank's snapshots in memory, ascending; none where none are taken."""
+        """Steps of this rank's snapshots in memory, ascending; empty if no snapshots are taken."""
         if self._snapshots is None or self._snapshots.every == 0:
             return ()
         return self._snapshots.steps(self._machine.rank)
 
     @property
     def takes_snapshots(self) -> bool:
-        """Whether a copy that an update has left between two steps can go back: also where there is but one rank."""
+        """Whether a partially updated copy can go back: snapshots are taken, or there is only one rank."""
         membership = self._machine.membership
         is_alone = membership is not None and membership.world_size == 1
         return is_alone or (self._snapshots is not None and self._snapshots.every != 0)
 
     def hand_out(self, step: int) -> None:
-        """A step is handed out, and what it may change is noted: its snapshot begins, if one is due."""
+        """Prepares the buffers for a yielded step, and begins its snapshot if one is due."""
         self._buffers.hand_out(step)
         if self._snapshots is not None:
             self._snapshots.hand_out(step)
 
     def before_barrier(self) -> None:
-        """This rank is about to say that it is synced: its snapshot of the step is complete by then."""
+        """Waits until the snapshot of the step is complete, before this rank reports that it is synced."""
         if self._snapshots is not None:
             self._snapshots.complete(self._machine.steps.step, self._coordination.page.set_waiting)
 
     def proposals(self) -> tuple[int, ...]:
-        """What this rank says in the gradient barrier of this step, if the ranks have anything to agree on there.
+        """Returns this rank's numbers for the gradient barrier of this step; empty if there is nothing to agree on.
 
-        How many steps are to lie between two snapshots (`Snapshots.proposal`); whether it still writes its part of a
-        checkpoint, for all ranks write one or none does; whether it lacks a second copy (`Snapshots.complaint`); and
-        what its buffers are (`ReplicaBuffers.contribution`).
+        They are: the number of steps between two snapshots (`Snapshots.proposal`); whether this rank is still writing
+        its part of a checkpoint, because either all ranks write one or none does; whether it lacks a second copy
+        (`Snapshots.complaint`); and the state of its buffers (`ReplicaBuffers.contribution`).
         """
         checkpoints, snapshots, step = self._checkpoints, self._snapshots, self._machine.steps.step
         every = snapshots.proposal(step) if snapshots is not None else None
@@ -189,10 +189,10 @@ class Recovery:
         return every or 0, int(checkpoints is not None and checkpoints.is_busy()), complaint or 0, *buffers
 
     def passed_barrier(self, agreed: Sequence[int] | None) -> None:
-        """Every rank is synced, and has its snapshot.
+        """Uses the result of the gradient barrier: every rank is synced, and has its snapshot.
 
         Args:
-            agreed: the greatest of the ranks' `proposals`. None: there were none, or a failure came.
+            agreed: for each of the `proposals`, the maximum over all ranks. None: there were none, or a failure came.
 
         Raises:
             ConfigurationError: see `ReplicaBuffers.reduced`.
@@ -209,7 +209,7 @@ class Recovery:
             self._tell_of_snapshots(every)
 
     def _tell_of_snapshots(self, every: int) -> None:
-        """Says once, on rank 0, what they are and what they take."""
+        """Reports once, on rank 0, how often snapshots are taken and how much memory they need."""
         if self._machine.rank == 0 and not self._has_told_of_snapshots and self._snapshots is not None:
             self._has_told_of_snapshots = True
             each = "each step" if every == 1 else f"every {every} steps"
@@ -222,14 +222,15 @@ class Recovery:
             )
 
     def take_resumed(self) -> bool:
-        """Whether this is the first step since a recovery; asking forgets it."""
+        """Returns whether this is the first step since a recovery, and clears that flag."""
         resumed, self._resumed = self._resumed, False
         return resumed
 
     # ---- where it is called from ------------------------------------------------------------------------------------
 
     def write_checkpoint(self) -> None:
-        """Writes one where it is due. Not before the script returns: what it does after the ``with`` belongs to it."""
+        """Writes a checkpoint if one is due. Call it when the script asks for the next step: the checkpoint contains
+        what the script did after the ``with``."""
         machine, share = self._machine, self._share
         step = machine.steps.step + 1
         may_write = self._saves and (share.is_all or self._agreed_step == step)
@@ -237,10 +238,10 @@ class Recovery:
             self._checkpoints.after_step(step, machine.generation, share)
 
     def decide_at_barrier(self) -> None:
-        """A failure came while this rank was synced: reports that it can be at this step or the next, and waits.
+        """Reports, after a failure in the gradient barrier, that this rank can be at this step or the next, and waits.
 
         Raises:
-            StepInterrupted: the step is to be undone, by `Attempt.undo`.
+            StepInterrupted: the step must be undone, by `Attempt.undo`.
         """
         match self._coordination.next_move():
             case Update():
@@ -253,17 +254,17 @@ class Recovery:
                 raise InternalError(f"rank {self._machine.rank} stands in the gradient barrier and is to {move}")
 
     def after_step(self) -> None:
-        """The step is complete, for good: publishes its weights where that is due.
+        """Publishes the weights of a complete step, if due.
 
-        A failure that came meanwhile is not recovered from here but when the next step is asked for: what the script
-        does in between runs on survivors only, so its collectives must not meet the replacement. They echo.
+        A recovery from a failure waits until the script asks for the next step. Until then the script runs on survivors
+        only, so its collectives must not meet the replacement: they echo.
         """
         machine = self._machine
         if self._publication is not None and not machine.partially_updated:
             self._publication.after_step(machine.steps.step + 1, self._coordination.interrupted)
 
     def after_last_step(self) -> None:
-        """Waits for the checkpoint that is being written, and for the weights that are being published."""
+        """Waits for the checkpoint, the snapshot and the publication that are in progress."""
         if self._checkpoints is not None:
             self._checkpoints.flush()
         if self._snapshots is not None:
@@ -272,7 +273,7 @@ class Recovery:
             self._publication.flush()
 
     def run(self) -> Train | End:
-        """Recovers, however many generations it takes, if there is anything to recover from."""
+        """Performs all pending recoveries, over any number of generations. Returns the move that follows."""
         while True:
             match self._coordination.next_move():
                 case Undo():
@@ -296,7 +297,7 @@ class Recovery:
     # ---- the parts of a recovery ------------------------------------------------------------------------------------
 
     def _load(self, move: Load) -> None:
-        """Gets this rank to the resume step, and others with it."""
+        """Brings this rank to the resume step, and sends its state to ranks that need it."""
         coordination = self._coordination
         coordination.observe("restore")
         coordination.page.set_waiting(True)  # each side waits for the other
@@ -318,7 +319,7 @@ class Recovery:
         self._resumed = move.order.resume_step > 0 or move.order.generation > 1
 
     def _get_there(self, move: Load) -> tuple[int, bool]:
-        """Carries the action out and sends what others need.
+        """Performs this rank's action, and sends its state to ranks that need it.
 
         Returns:
             the number of bytes received, and whether a checkpoint was loaded.
@@ -326,9 +327,9 @@ class Recovery:
         step, rank = move.order.resume_step, self._machine.rank
         assert rank is not None
         received, from_checkpoint = 0, False
-        self._attempt.drain_device()  # a copy on it is read or written by other streams than the update's
+        self._attempt.drain_device()  # other streams than the update's read or write the state
         if self._snapshots is not None:
-            self._take_in(self._snapshots)  # a warm spare was told of them after it had said what it holds
+            self._take_in(self._snapshots)  # a warm spare learns of them after it has reported what it holds
             if move.action in (Action.RESTORE, Action.REWIND):
                 self._snapshots.release_state()
         match move.action:
@@ -358,7 +359,7 @@ class Recovery:
         return receive_state(self._state, step, rank, transfer, self._transport(), self._moved, self._landing)
 
     def _rewind(self, step: int, rank: int) -> bool:
-        """Loads this rank's own snapshot of a step, or a checkpoint where there is none; whether it is a checkpoint."""
+        """Loads this rank's own snapshot of a step, or else a checkpoint. Returns whether it was a checkpoint."""
         if self._snapshots is not None and self._snapshots.load(rank, step):
             return False
         if self._checkpoints is None:
@@ -367,9 +368,9 @@ class Recovery:
         return True
 
     def _transport(self) -> StateTransport:
-        """What carries the state. Raises RuntimeError if a failure has broken it already."""
+        """Returns the transport of the state. Raises RuntimeError if a failure has taken the group down already."""
         stop = self._coordination.broken
-        stop.clear()  # before the look at the group: it is set after the group was taken down
+        stop.clear()  # before the check of the group: a failure sets it after taking the group down
         assert self._coordination.groups is not None
         inner = self._coordination.groups.world.inner
         if inner is None or not inner.is_up:
@@ -381,7 +382,7 @@ class Recovery:
         self._coordination.observe("bucket")
 
     def _drain(self, step: int) -> None:
-        """The job ends at this step: writes a checkpoint, and has weights on their way to consumers arrive."""
+        """Writes a checkpoint and waits for the publication in progress: the job ends at this step."""
         is_saved = False
         if self._checkpoints is not None and self._saves:
             is_saved = self._checkpoints.write_now(step, self._machine.generation, self._share)
@@ -390,7 +391,7 @@ class Recovery:
         self._machine.saved(is_saved)
 
     def _rescue(self, order: Rescue) -> NoReturn:
-        """The job cannot continue: saves what this rank holds, if it is whole, and ends the process."""
+        """Saves this rank's state, if its copy is whole, and ends the process: the job cannot continue."""
         at = self._machine.steps.parameters_at
         path, problem = None, None
         try:

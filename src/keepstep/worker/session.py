@@ -68,11 +68,11 @@ def init(*, seed: int = 0, rng: bool = True) -> Session:
     """Joins the job; under plain python, runs with world size 1. Call it once, instead of ``init_process_group``.
 
     Args:
-        seed: of the random numbers of the script's start and of every step.
-        rng: seed Python's, NumPy's and torch's generators now, the same on all ranks, so that they build the same
-            model; and at the start of each step from (seed, rank, step), so that a repeated step draws the same numbers
-            (ranks that share a computation by tensor parallelism draw those of the first of them). Disable it only if
-            the script does the same itself.
+        seed: seed of the random numbers at the start of the script and in every step.
+        rng: whether to seed the generators of Python, NumPy and torch: now, with the same seed on all ranks, so that
+            they build the same model, and at the start of each step from (seed, rank, step), so that a repeated step
+            draws the same numbers. Tensor-parallel ranks draw the numbers of the first rank among them. Disable it only
+            if the script does the same itself.
 
     Returns:
         the session; a second call returns the same one.
@@ -109,7 +109,7 @@ class Session(Loops):
         self._exchange: StartUpExchange | None = None
         self._coordination = self._connect()
         self._draws_as: int | None = None
-        """The rank whose random numbers this one draws, where it is not its own."""
+        """The rank whose random numbers this rank draws; None for its own."""
         self._data_ranks: Sequence[int] | None = None
         self._declared = DeclaredState(lambda: self._coordination.machine.rank)
 
@@ -126,7 +126,7 @@ class Session(Loops):
             page = tagpage.TagWriter(settings.page_fd)
             line = lifeline.Lifeline(settings.lifeline_fd)
             line.hold()
-            atexit.register(line.release)  # an orderly end is no death
+            atexit.register(line.release)  # a normal exit must not look like a death
             rank, world_size = settings.rank, settings.world_size
         coordination = Coordination(link, page, os.getpid(), rank)
         if settings is not None and settings.observer is not None:
@@ -144,7 +144,7 @@ class Session(Loops):
         store = None if settings is None else DefaultStore(StoreClient(link, coordination))
         if store is not None:
             self._exchange = StartUpExchange(coordination, groups, store)
-        if parked is not None:  # it joins as the spare that it was: its rank and what followed came before the script
+        if parked is not None:  # a parked spare joins as a spare: its rank and later orders came before the script
             coordination.join()
             for order in parked.orders:
                 coordination.on_order(order)  # type: ignore[arg-type]  # the agent sends orders only
@@ -170,8 +170,8 @@ class Session(Loops):
 
     @property
     def is_late(self) -> bool:
-        """Whether this process was started as a spare, or in place of a lost rank: its state comes from other ranks, or
-        from its node's memory, and not from a file that its script loads. Does not block."""
+        """Whether this process was started as a spare or in place of a lost rank. Its state then comes from other ranks
+        or from its node's memory, not from a file that its script loads. Does not block."""
         return self._settings is not None and self._settings.rank is None
 
     @property
@@ -181,11 +181,13 @@ class Session(Loops):
 
     @contextlib.contextmanager
     def pretending(self, is_wanted: bool = True) -> Iterator[None]:
-        """Inside, a spare acts as rank 0 and does not wait: for code that asks for the rank but needs it only later,
-        and then asks again. No effect on a process that is not a waiting spare.
+        """Lets a waiting spare act as rank 0 inside the block, instead of blocking.
+
+        Use it for code that reads the rank but needs the real one only later, and reads it again then. It has no effect
+        on a process that is not a waiting spare.
 
         Args:
-            is_wanted: False for a part of such code that needs the rank at once.
+            is_wanted: False inside such a block for code that needs the real rank at once.
         """
         before = self._coordination.is_warming_up
         self._coordination.is_warming_up = is_wanted and (before or self.is_waiting_spare)
@@ -201,11 +203,11 @@ class Session(Loops):
 
     @property
     def data_rank(self) -> int:
-        """This process's data-parallel coordinate: ranks with the same one read the same samples. Blocks on a spare,
-        like `rank`.
+        """This process's data-parallel coordinate. Ranks with the same coordinate read the same samples. Blocks on a
+        spare, like `rank`.
 
         Raises:
-            UsageError: `protect` was not called, or cannot know it without ``data_mesh``.
+            UsageError: `protect` was not called, or keepstep cannot derive the coordinate without ``data_mesh``.
         """
         return self._known_data_ranks("data_rank").index(self.rank)
 
@@ -256,21 +258,22 @@ class Session(Loops):
         return self._coordination.machine.rank == 0
 
     def once(self, name: str) -> Once:
-        """For an action that happens once per job: across recoveries, restarts of the controller and starts of spares.
+        """Returns a guard for an action that happens once per job, across recoveries, controller restarts and spares.
 
-        ``if session.once("log"): ...`` is True for one call in one process of the job; it stays False everywhere else,
-        even if that process dies in the middle (at most once). ``with session.once("data") as mine:`` waits until the
-        action is done: ``mine`` is True in one process at a time; if that process dies or raises in its block, in the
-        next one; and False everywhere once a process has completed the block. At the end of the block that process
-        waits until the controller has recorded it. So the block may find half-done work of a dead process. Call it from
-        the training thread.
+        ``if session.once("log"): ...`` performs the action at most once. The condition is True for one call in one
+        process of the job. It stays False everywhere else, even if that process dies during the action.
+
+        ``with session.once("data") as mine:`` waits until the action is done or is this process's turn. ``mine`` is
+        True in one process at a time. If that process dies or raises in its block, ``mine`` is True in the next one,
+        which may find half-done work. Once a process has completed the block, ``mine`` is False everywhere. At the end
+        of the block that process waits until the controller has recorded it. Call it from the training thread.
 
         Args:
-            name: of the action, up to 200 characters.
+            name: name of the action, from 1 to 200 characters.
 
         Raises:
-            UsageError: the name is too long or empty; or its block is entered inside of itself.
-            PeerLost: the controller gave no answer within an hour.
+            UsageError: the name is too long or empty; or the script enters the block inside of itself.
+            PeerLost: the controller did not answer within an hour.
         """
         return Once(name, self._coordination.ask_once, self._known_once)
 
@@ -291,15 +294,16 @@ class Session(Loops):
         data_mesh: DeviceMesh | None = None,
         **objects: Any,
     ) -> None:
-        """Names everything that a recovery must restore. Call it once, before the first step.
+        """Registers everything that a recovery must restore. Call it once, before the first step.
 
         Args:
-            checkpoint_dir: write a checkpoint here every ``checkpoint_every`` steps (torch DCP, in the background);
-                used when no live rank holds the state any more, and when the job is restarted.
+            checkpoint_dir: write a checkpoint here every ``checkpoint_every`` steps (torch DCP, in the background).
+                keepstep loads it when no live rank holds the state any more, and when the job is restarted.
             checkpoint_every: steps from one checkpoint to the next.
-            snapshot_every: steps between two copies of each rank's state in its node's memory. If a lost rank was the
-                only holder of its shard, all ranks go back to the newest copy. "auto": the shortest interval that costs
-                at most 1 % of the time, and no copies if every shard has a replica; "off": none.
+            snapshot_every: steps between two snapshots: copies of each rank's state in its node's memory. If a lost
+                rank was the only holder of its shard, all ranks go back to the newest snapshot. "auto": the shortest
+                interval that costs at most 1 % of the time, and no snapshots if every shard has a replica; "off": no
+                snapshots.
             shard: an identifier of the part of the model that this rank holds, needed if other parts have the same
                 names and shapes: experts, stages of a pipeline. Ranks with equal identifiers are replicas. DTensors
                 need none.
@@ -307,11 +311,11 @@ class Session(Loops):
                 neither DDP nor FSDP2 reduces the gradients along them, or if FSDP2 also reduces over context-parallel
                 ranks.
             objects: at least one ``torch.nn.Module``; optimizers; anything else with ``state_dict()`` and
-                ``load_state_dict()``: schedulers, scalers, loaders. The names are yours and must be the same on
-                every rank.
+                ``load_state_dict()``: schedulers, scalers, loaders. The names are yours and must be the same on every
+                rank.
 
         Raises:
-            ConfigurationError: an object that cannot be protected, with what to do about it.
+            ConfigurationError: an object cannot be protected; the message says what to do.
             UsageError: called twice, or inside a step.
         """
         if self._state is not None:
@@ -351,13 +355,13 @@ class Session(Loops):
         return Snapshots(self._state, file, every, copies, max(1, self._settings.local_world_size), show)
 
     def _background(self) -> Carrier | None:
-        """What carries tensors beside what the training thread does, in the current generation."""
+        """Carries tensors beside the training thread, in the current generation; None while the world group is down."""
         assert self._coordination.groups is not None
         inner = self._coordination.groups.world.inner
         return None if inner is None else inner.background
 
     def _second_copy_failed(self, error: Exception) -> None:
-        """A second copy ended in an error, in a thread of its own: if the group is not down already, a peer is gone."""
+        """Reports a failed second copy as a lost peer, unless the group is down already. Runs in the copy's thread."""
         groups = self._coordination.groups
         if groups is not None and groups.world.inner is not None:
             self._coordination.failed(WORLD, error)
@@ -379,7 +383,7 @@ class Session(Loops):
         before the first step.
 
         Args:
-            name: distinguishes several objects.
+            name: name of the object, if the script declares several.
             per_rank: each rank has its own values, and a replacement gets those of the rank that it replaces. They may
                 be set from the start of a step to its first ``optimizer.step()``. If False, all ranks must set the same
                 values, at any time.
@@ -387,7 +391,7 @@ class Session(Loops):
                 sets and dicts of them.
 
         Raises:
-            ConfigurationError: a value that cannot be carried to another process, or the same name twice.
+            ConfigurationError: a value cannot be sent to another process, or a name is declared twice.
             UsageError: called after the first step.
         """
         declared = self._declared.declare(name, per_rank, values)
@@ -416,7 +420,7 @@ class Session(Loops):
             every: steps from one version to the next.
             at_start: also publish the weights at the first step, and after each recovery those at the resume step: for
                 consumers that need the version of every step, including repeated ones.
-            deadline_s: time without progress after which a consumer is left out.
+            deadline_s: seconds without progress after which a consumer is left out.
 
         Raises:
             ConfigurationError: ``every`` is below 1.
@@ -431,13 +435,13 @@ class Session(Loops):
     # ---- for the loops ----------------------------------------------------------------------------------------------
 
     def begin(self, start: int = 0) -> StepController:
-        """The script, or the framework that runs its loop, stands before its first step.
+        """Prepares the first step. The script, or the framework that runs its loop, calls it before that step.
 
         Args:
             start: see `steps`.
 
         Returns:
-            what takes this rank through its steps.
+            the controller that takes this rank through its steps.
 
         Raises:
             UsageError: `protect` was not called.
@@ -460,7 +464,7 @@ class Session(Loops):
     def _goes_back(self) -> bool:
         membership = self._coordination.machine.membership
         if self.world_size == 1 or membership is None or self._recovery is None or self.generation > 1:
-            return False  # also where it may by now: a job that trains already goes on as long as it can
+            return False  # also not in a later generation: a job that already trains goes on as long as it can
         return self._recovery.takes_snapshots and bool(lone_shards(membership))
 
     def _check_replicas(self, start: int) -> None:

@@ -1,4 +1,4 @@
-"""Controls one step after the other: begin, then commit; or, after an interruption, undo and begin again.
+"""Runs one step after the other: begins and commits it or, after an interruption, undoes and repeats it.
 
 `Session.steps` uses it. A loop of another framework, without ``with step:``, uses it like this:
 
@@ -45,10 +45,10 @@ _STORE_TIMEOUT = timedelta(seconds=300)
 
 
 class StepController:
-    """Takes one rank through its steps. All methods are called by the training thread.
+    """Takes one rank through its steps. The training thread calls all methods.
 
     Attributes:
-        attempt: how often the current step was begun before on this rank.
+        attempt: number of earlier attempts at the current step on this rank.
         resumed: whether the current step is the first since a recovery or a checkpoint.
     """
 
@@ -62,15 +62,16 @@ class StepController:
         seed_step: Callable[[int | str], None],
         final_digest: Callable[[], str | None],
     ) -> None:
-        """Puts stop points into the protected modules, and hooks on every optimizer of the process, for good.
+        """Installs stop points in the protected modules and hooks on all optimizers, for the rest of the process.
 
         Args:
-            coordination: of this rank.
+            coordination: coordination of this rank.
             state: the protected objects.
             attempt: undoes a step.
-            recovery: carries out recoveries.
-            seed_step: seeds the random numbers of a step, or of another place in the training that has a name.
-            final_digest: of the state after the last step; None where none is asked for.
+            recovery: performs recoveries.
+            seed_step: seeds the random numbers of a step, given its index, or of another place in the training, given
+                its name.
+            final_digest: returns the digest of the state after the last step, or None if the digest is off.
         """
         self.attempt = 0
         self.resumed = False
@@ -83,14 +84,14 @@ class StepController:
         self._final_digest = final_digest
         self._num_steps = 0
         self._index: int | None = None
-        """The step that was handed out last and not ended."""
+        """The step that was yielded last and has not ended."""
         self._deferred: list[Callable[[], object]] = []
         self._is_inside = False
-        """Whether it was begun, and neither committed nor undone."""
+        """Whether the step has begun, and is neither committed nor undone."""
         self._was_begun = self._has_backward = False
         self._last_index = -1
         self.warm_up: Callable[[], object] = lambda: None
-        """What a spare calls before it is needed; see `Session.warm_up`."""
+        """Function that a spare calls while it waits for a rank; see `Session.warm_up`."""
         self._begun_s = 0.0
         self._stop_points = StopPoints(state.modules, self._check_stop, self._mark_phase)
         register_optimizer_step_pre_hook(self._before_update)
@@ -99,10 +100,10 @@ class StepController:
     # ---- from step to step ------------------------------------------------------------------------------------------
 
     def stand_ready(self, start: int) -> None:
-        """The script stands at its first step. Told once, before `next_step`.
+        """Reports that the script has reached its first step; a spare warms up first. Call it once, before `next_step`.
 
         Args:
-            start: the first step of a script that has loaded a checkpoint of its own.
+            start: the first step, if the script has loaded a checkpoint of its own.
         """
         machine = self._coordination.machine
         if machine.rank is None:
@@ -113,22 +114,22 @@ class StepController:
         machine.built(self._state.shard(), self._recovery.snapshots(), self._recovery.checkpointing, start)
 
     def next_step(self, num_steps: int) -> int | None:
-        """Carries out what there is to recover, and hands out the step at which this rank stands then.
+        """Performs a pending recovery, if any, and yields this rank's next step.
 
         Args:
-            num_steps: the length of the training.
+            num_steps: number of steps of the training.
 
         Returns:
-            its index; the same as before where the former attempt was interrupted. None: all ranks have finished.
+            index of the step; the same as before if its last attempt was interrupted. None: all ranks have finished.
 
         Raises:
-            UsageError: the step that was handed out before was not begun.
+            UsageError: the step that was yielded before was not begun.
         """
         self._num_steps = num_steps
         return self.go_on()
 
     def go_on(self) -> int | None:
-        """`next_step` for the same length as before."""
+        """Same as `next_step`, for the same number of steps as before."""
         num_steps = self._num_steps
         if self._index is not None:
             self._script_returns()
@@ -153,48 +154,52 @@ class StepController:
         self.seed_before_step()
 
     def seed_before_step(self, place: str = "") -> None:
-        """Seeds the random numbers of the script's lines before a step, which are repeated with it.
+        """Seeds the random numbers of the script's code before a step. That code is repeated with the step.
 
         Args:
-            place: names other lines, such as those at the beginning of an epoch.
+            place: name of another place in the training, such as the start of an epoch.
         """
         self._seed_step(place or f"in front of {self._index}")
 
     def seed(self, number: int | None = None) -> None:
-        """Seeds the random numbers of what is done before the step that was handed out begins.
+        """Seeds the random numbers of the yielded step.
 
         Args:
-            number: of a step; if not given, that of the one that was handed out.
+            number: index of another step whose numbers to draw, for a loop that counts its steps differently.
         """
         assert self._index is not None
         self._seed_step(self._index if number is None else number)
 
     def settle(self, *, is_done: bool) -> None:
-        """What the script has changed since the step was handed out will not come again where that one does.
+        """Settles the script's changes since the step was yielded: a repetition of the step will not make them again.
 
         Args:
-            is_done: the state had these changes when the step was handed out: they are put back. Else they belong to
-                the state with which the step begins.
+            is_done: True if the state contained these changes already when the step was yielded; they are undone. Else
+                they become part of the state with which the step begins.
         """
         self._undoing.settle(is_done=is_done)
 
     def guard(self) -> None:
-        """The script is about to do what may be undone between two steps; see `WrittenParameters.guard`."""
+        """Protects what the script may write between two steps; see `WrittenParameters.guard`."""
         self._undoing.guard()
 
     def leave_between_steps(self) -> None:
-        """From now on stop points raise `StepInterrupted` also where a step was handed out and is not begun.
+        """Lets stop points raise `StepInterrupted` also between the yield of a step and its beginning.
 
-        For a loop that can leave what it does there, such as an evaluation.
+        For a loop that can abandon its work there, such as an evaluation.
         """
         self._coordination.leaves_between_steps = True
 
     def earliest_step(self, present: int) -> int:
-        """The first step to which the job may go back from a step on, where a copy in memory allows it."""
+        """The earliest step to which the job may go back from step ``present``, with a snapshot in memory."""
         return min((present, *self._recovery.steps_in_memory()))
 
     def _script_returns(self) -> None:
-        """The script has come back from a step: what it did to the state until now is put back, or judged and kept."""
+        """Ends the yielded step when the script asks for the next one.
+
+        After a complete attempt, checks and keeps the script's changes, and writes a checkpoint if one is due. After an
+        interrupted attempt, undoes them.
+        """
         if not self._was_begun:
             raise UsageError(f"step {self._index} was handed out but not entered: write 'with step:' in the loop")
         self._index = None
@@ -217,14 +222,14 @@ class StepController:
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def begin(self, draws_as: int | None = None) -> None:
-        """Begins the step that was handed out.
+        """Begins the yielded step.
 
         Args:
-            draws_as: the step of whose random numbers it draws, where a loop counts its steps otherwise.
+            draws_as: the step whose random numbers this step draws, for a loop that counts its steps differently.
 
         Raises:
-            UsageError: a step is begun already.
-            StateMismatch: this rank holds other values than its replicas.
+            UsageError: a step has begun already.
+            StateMismatch: this rank's values differ from those of its replicas.
         """
         if self._is_inside:
             raise UsageError(f"step {self._index} was entered inside itself")
@@ -239,11 +244,11 @@ class StepController:
             self._compare_replicas()
 
     def _compare_replicas(self) -> None:
-        """Compares what this rank holds with what its replicas do."""
+        """Compares this rank's state with that of its replicas."""
         machine, page, world_size = self._machine, self._coordination.page, dist.get_world_size()
         if machine.rank is None or world_size == 1:
             return
-        page.set_waiting(True)  # to read all of the state may take long
+        page.set_waiting(True)  # reading all of the state may take long
         digest = replica_digest(self._state)
         page.set_waiting(False)
         if are_replicas_equal(digest, world_size):
@@ -258,11 +263,11 @@ class StepController:
             page.set_waiting(False)
 
     def commit(self) -> None:
-        """The script has come to the end of the step. From here on it counts.
+        """Ends the step and makes it permanent. Without an ``optimizer.step()``, the gradient barrier comes first.
 
         Raises:
-            StepInterrupted: it was interrupted before its update: `undo` it.
-            UsageError: it leaves gradients without an update, or see `DeclaredState.check`.
+            StepInterrupted: a failure interrupted the step before its update: `undo` it.
+            UsageError: the step leaves gradients without an update, or see `DeclaredState.check`.
         """
         coordination = self._coordination
         if coordination.phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -278,9 +283,9 @@ class StepController:
             function()
 
     def defer(self, function: Callable[[], object]) -> None:
-        """Calls a function when the present attempt counts, at the end of its `commit`; else never.
+        """Calls a function at the end of this attempt's `commit`, or never if the attempt is interrupted.
 
-        Where no step is handed out that may come again, it is called at once.
+        Calls it at once if no step has been yielded that may be repeated.
         """
         if self._coordination.attempting:
             self._deferred.append(function)
@@ -288,7 +293,7 @@ class StepController:
             function()
 
     def is_interruption(self, error: BaseException) -> bool:
-        """Whether an exception that leaves a step belongs to a failure elsewhere: the step is repeated."""
+        """Whether an exception that left a step comes from a failure elsewhere. The step is then repeated."""
         coordination = self._coordination
         if isinstance(error, StepInterrupted):
             return True
@@ -313,14 +318,14 @@ class StepController:
         recovery.passed_barrier(agreed)
 
     def _refuse_leftover_gradients(self) -> None:
-        """A step without an update must not leave gradients for the next: a rollback would lose them."""
+        """Refuses gradients that a step without an update leaves for the next one: a rollback would lose them."""
         if self._coordination.phase is not Phase.BACKWARD or self._coordination.interrupted:
             return
         gradients = [local_of(p.grad) for _name, p in self._state.parameters() if p.grad is not None]
         if not self._state.optimizers or not any(bool(gradient.any()) for gradient in gradients):
             return
         overflow = self._state.scalers() and not all(bool(gradient.isfinite().all()) for gradient in gradients)
-        if not overflow:  # for which a GradScaler skips the update
+        if not overflow:  # after an overflow, a GradScaler skips the update
             raise UsageError(
                 f"step {self._coordination.machine.steps.step} ends with gradients but without optimizer.step(): one "
                 "'with step' is one optimizer step; accumulate inside it, or call zero_grad() when an update is skipped"
@@ -334,7 +339,7 @@ class StepController:
 
     @property
     def _may_be_left(self) -> bool:
-        """Whether what is done at present can be left by an exception, and is undone and done again then."""
+        """Whether an exception may interrupt the script here. Its work is then undone and repeated."""
         coordination = self._coordination
         if coordination.phase is Phase.UPDATED:
             return coordination.leaves_between_steps and coordination.attempting
@@ -350,7 +355,7 @@ class StepController:
             self._coordination.move(begun)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        """Stands before every ``optimizer.step()`` of the process."""
+        """Runs before every ``optimizer.step()`` of the process: passes the gradient barrier and checks the call."""
         coordination = self._coordination
         if coordination.completed or coordination.is_warming_up or not self._is_in_step(optimizer):
             return
@@ -361,16 +366,16 @@ class StepController:
         coordination.begin_update(sys._getframe(1))
 
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
-        """Stands after every ``optimizer.step()`` of the process."""
+        """Runs after every ``optimizer.step()`` of the process."""
         self._coordination.end_update(sys._getframe(1))
         if not self._recovery.takes_snapshots:
             check_alone(optimizer, self._coordination)
 
     def _is_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an update is part of the current step; an optimizer that is none of ours may do as it likes outside.
+        """Whether an update is part of the current step. An unprotected optimizer may run outside of steps.
 
         Raises:
-            UsageError: a protected optimizer outside of a step, or an unprotected one inside.
+            UsageError: a protected optimizer runs outside of a step, or an unprotected one inside.
         """
         protected = any(optimizer in (known, local_optimizer(known)) for known in self._state.optimizers.values())
         if not self._is_inside and protected:

@@ -1,1 +1,1 @@
-"""Health of the node's devices: conditions that NVML reports, the resulting action, and the agent's reaction."""
+"""Health of the node's devices: the conditions that NVML reports, their actions, and the agent's reaction."""

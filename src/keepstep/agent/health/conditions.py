@@ -3,8 +3,8 @@
 This module does not use NVML. Meanings and recommendations of Xids are those of NVIDIA's Xid catalog for Ampere and
 newer GPUs (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html, as of October 2025). Where it
 recommends to reset the GPU or to restart the machine, the action is `HealthAction.REPLACE`. Where it recommends to
-restart the application or to ignore the Xid, the action is `HealthAction.WARN`. A comment stands where this table
-differs.
+restart the application or to ignore the Xid, the action is `HealthAction.WARN`. A comment explains each difference from
+that.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class HealthAction(enum.StrEnum):
     REPLACE = "replace"
     """The device has failed, even if the process on it has not crashed yet: the rank is lost."""
     DRAIN = "drain"
-    """The rank trains on until a warm spare can take it."""
+    """The rank continues until a warm spare can take it."""
     WARN = "warn"
-    """The user is told, and nothing else follows."""
+    """The agent prints a warning and does nothing else."""
 
 
 class DeviceCondition(enum.StrEnum):
-    """What the regular look at a device may find."""
+    """A condition that the periodic check of a device may find."""
 
     LOST = "GPU is lost"
     NEEDS_RESET = "GPU requires a reset"
@@ -41,7 +41,7 @@ class DeviceCondition(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """What a condition is, and what follows."""
+    """The meaning of a condition, and its action."""
 
     action: HealthAction
     meaning: str
@@ -52,10 +52,10 @@ RULES: Mapping[DeviceCondition, Rule] = {
         HealthAction.REPLACE, "it has fallen off the bus, or is not accessible for another reason"
     ),
     DeviceCondition.NEEDS_RESET: Rule(HealthAction.REPLACE, "no process can use it before it was reset"),
-    # The value that was lost may have been part of the rank's state, or of a gradient that all ranks are about to get.
+    # The lost value may have been part of the rank's state, or of a gradient that all ranks are about to receive.
     DeviceCondition.UNCORRECTABLE: Rule(HealthAction.REPLACE, "their number has grown since the agent was started"),
     DeviceCondition.REMAP_FAILED: Rule(HealthAction.REPLACE, "a bad row of its memory has no replacement"),
-    # The driver keeps the bad memory from being used; a reset at some time makes it good.
+    # The driver does not use the bad memory. A later reset repairs it.
     DeviceCondition.REMAP_PENDING: Rule(HealthAction.DRAIN, "a bad row of its memory is replaced at the next reset"),
     DeviceCondition.RETIREMENT_PENDING: Rule(
         HealthAction.DRAIN, "a bad page of its memory is left out from the next reset on"
@@ -66,9 +66,9 @@ RULES: Mapping[DeviceCondition, Rule] = {
 }
 
 XIDS: Mapping[int, Rule] = {
-    # The application causes the first six in most cases. NVIDIA's device plugin for Kubernetes takes the device for
-    # healthy after them (`ignoredXids` in internal/rm/health.go of NVIDIA/k8s-device-plugin). For 109 the catalog
-    # recommends a reset, but the plugin ignores it as well.
+    # In most cases the application causes the first six. NVIDIA's device plugin for Kubernetes keeps the device healthy
+    # after them (`ignoredXids` in internal/rm/health.go of NVIDIA/k8s-device-plugin). For 109 the catalog recommends a
+    # reset, but the plugin ignores it as well.
     13: Rule(HealthAction.WARN, "Graphics Engine Exception"),
     31: Rule(HealthAction.WARN, "GPU memory page fault"),
     43: Rule(HealthAction.WARN, "GPU stopped processing: the application's channel was reset"),
@@ -77,7 +77,7 @@ XIDS: Mapping[int, Rule] = {
     109: Rule(HealthAction.WARN, "Context Switch Timeout Error"),
     46: Rule(HealthAction.REPLACE, "GPU stopped processing"),
     # A workflow in the catalog, which ends with a restart of the application or a reset: in both cases the process on
-    # the device is of no use any more. The same holds for 94: the driver ends the process that used the memory.
+    # the device is lost. The same holds for 94: the driver ends the process that used the memory.
     48: Rule(HealthAction.REPLACE, "Double Bit ECC Error"),
     94: Rule(HealthAction.REPLACE, "Contained memory error"),
     62: Rule(HealthAction.REPLACE, "Internal micro-controller halt"),
@@ -102,7 +102,7 @@ XIDS: Mapping[int, Rule] = {
     },
     154: Rule(HealthAction.WARN, "GPU Recovery Action Changed: it tells more of another Xid"),
     155: Rule(HealthAction.REPLACE, "NVLINK: SW Defined Error"),
-    # A reset in the catalog, which may wait: what is bad was taken out of use, as with a row that is to be remapped.
+    # The catalog recommends a reset. It may wait: the driver has retired the bad resource, as with a pending row remap.
     156: Rule(HealthAction.DRAIN, "Resource Retirement Event"),
     157: Rule(HealthAction.WARN, "Resource Retirement Failure"),
     158: Rule(HealthAction.REPLACE, "GPU Fatal Timeout"),
@@ -111,5 +111,5 @@ UNKNOWN_XID = Rule(HealthAction.WARN, "see NVIDIA's Xid catalog")
 
 
 def rule_of_xid(xid: int) -> Rule:
-    """What follows from an Xid; from one that has no row, a warning."""
+    """Returns the rule of an Xid; for an unknown one, a warning."""
     return XIDS.get(xid, UNKNOWN_XID)

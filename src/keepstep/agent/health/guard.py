@@ -16,7 +16,7 @@ from keepstep.errors import ConfigurationError
 _LOG = logging.getLogger("keepstep.health")
 
 OnSick = Callable[[tuple[int, ...], str, bool], None]
-"""Takes devices as the controller numbers them, the reason, and whether their ranks are lost at once."""
+"""Called with device numbers of the controller, the reason, and whether their ranks are lost at once."""
 
 _WOULD = {
     HealthAction.REPLACE: " (with --health act its rank would be replaced at once)",
@@ -31,12 +31,12 @@ _DOES = {
 
 
 class DeviceGuard:
-    """Watches the devices that the node's ranks and spares use."""
+    """Watches the devices that the node's ranks and spares use, and prints their conditions."""
 
     def __init__(self, settings: AgentSettings, on_sick: OnSick) -> None:
         """Args:
-        settings: of the node.
-        on_sick: called on the event loop, with ``--health act`` only.
+        settings: settings of the node's agent.
+        on_sick: called on the event loop, and only with ``--health act``.
         """
         self._mode = settings.health.mode
         self._by_bus = settings.health.by_bus
@@ -47,13 +47,13 @@ class DeviceGuard:
         self._watch: HealthWatch | None = None
 
     async def start(self) -> dict[int, str]:
-        """Looks at all devices for the first time, and goes on looking.
+        """Checks all devices once, and starts to watch them.
 
         Returns:
-            the devices on which nothing may be started, as the controller numbers them, with the reason.
+            device number of the controller -> the reason why no worker may be started on it.
 
         Raises:
-            ConfigurationError: ``--health act``, and the devices cannot be watched or none is fit to be used.
+            ConfigurationError: with ``--health act``, the devices cannot be watched, or all have failed.
         """
         if self._mode is HealthMode.OFF:
             return {}
@@ -79,7 +79,7 @@ class DeviceGuard:
         return closed
 
     def stop(self) -> None:
-        """Nothing is found from now on."""
+        """Stops watching."""
         if self._watch is not None:
             self._watch.stop()
 
@@ -92,7 +92,7 @@ class DeviceGuard:
             self._on_sick(self._numbers_of(finding.device), finding.reason, finding.action is HealthAction.REPLACE)
 
     def _numbers_of(self, device: int) -> tuple[int, ...]:
-        """All numbers under which the controller may start something on a device: processes beyond them share it."""
+        """Returns the controller's numbers for a device. There are several if processes share it."""
         return tuple(self._numbers[device :: self._num_devices])
 
     def _tell(self, finding: HealthFinding) -> None:

@@ -1,4 +1,4 @@
-"""Reports on a node's devices, once for each condition, from NVML's data. Pure: time is an argument."""
+"""Derives reports on a node's devices from NVML's data, once for each condition. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from collections.abc import Iterator, Sequence
 from keepstep.agent.health.conditions import RULES, DeviceCondition, HealthAction, Rule, rule_of_xid
 
 SLOW_S = 30.0
-"""keepstep reports lowered clocks from this time on: every peak of power or heat lowers them for a moment."""
+"""keepstep reports lowered clocks only after this time: short peaks of power or heat lower them for a moment."""
 REPEAT_S = 300.0
-"""The same Xid of the same device is told again after this time; a failing kernel may cause it at every step."""
+"""keepstep reports the same Xid of the same device again only after this time. A failing kernel may cause it at every
+step."""
 SILENT_S = 60.0
-"""Calls of NVML take milliseconds. Where none has come back for so long, none will; a lost GPU may cause that."""
+"""NVML calls take milliseconds. If none has returned for this long, keepstep reports that NVML hangs; a lost GPU may
+cause that."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """What NVML shows of one device at one look; None for what this device does not support."""
+    """The state of one device at one time, from NVML. A value is None if the device does not support it."""
 
     is_lost: bool = False
     needs_reset: bool = False
     error: str | None = None
-    """Why there is nothing to be read, for any other reason."""
+    """Any other error of NVML."""
     num_uncorrectable: int | None = None
-    """ECC errors since the driver was loaded."""
+    """Uncorrectable ECC errors since the driver was loaded."""
     remap_pending: bool | None = None
     remap_failed: bool | None = None
     retirement_pending: bool | None = None
@@ -33,40 +35,41 @@ class DeviceReading:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HealthFinding:
-    """A new condition of a device, to be reported."""
+    """A new condition of a device, which the agent must report."""
 
     device: int
-    """Its place among the devices of the node."""
+    """Index among the node's devices."""
     action: HealthAction
     reason: str
 
 
 class HealthMachine:
-    """Knows of each device what was told of it already."""
+    """Decides which conditions are new. It remembers for each device what it has reported already."""
 
     def __init__(self, labels: Sequence[str], now_s: float) -> None:
         """Args:
-        labels: what the user calls the devices.
-        now_s: when the look at them begins.
+        labels: names of the devices in reports.
+        now_s: the present time in monotonic seconds.
         """
         self._labels = tuple(labels)
         self._baselines: dict[int, int] = {}
-        """device -> its uncorrectable errors at the first look: those of earlier jobs."""
+        """device -> the highest number of uncorrectable errors so far. The first reading has those of earlier jobs."""
         self._is_read: set[int] = set()
         self._holds: set[tuple[int, DeviceCondition]] = set()
-        """What was told and has not gone since."""
+        """Reported conditions that still hold."""
         self._slow_since_s: dict[tuple[int, DeviceCondition], float] = {}
         self._told_s: dict[tuple[int, int], float] = {}
-        """(device, Xid) -> when it was told last."""
+        """(device, Xid) -> time of its last report."""
         self._failed: set[int] = set()
-        """Devices of which the worst was told: nothing is added to it."""
+        """Devices that were reported as failed. Nothing more is reported about them."""
         self._heard_s = now_s
         self._is_silent = False
 
     def read(self, device: int, reading: DeviceReading, now_s: float) -> list[HealthFinding]:
-        """One look at a device.
+        """Processes a reading of a device. Returns the new findings.
 
-        At the first look what may wait is only a warning: the device was given to the job in this state.
+        In a device's first reading, a condition that would drain its rank is only a warning, because the job was
+        started on the device in this state.
         """
         self._heard_s, self._is_silent = now_s, False
         is_first = device not in self._is_read
@@ -85,7 +88,7 @@ class HealthMachine:
         return findings
 
     def xid(self, device: int, xid: int, now_s: float) -> list[HealthFinding]:
-        """The driver has told of an Xid."""
+        """Processes an Xid from the driver. Returns the new findings."""
         self._heard_s, self._is_silent = now_s, False
         told_s = self._told_s.get((device, xid))
         if told_s is not None and now_s < told_s + REPEAT_S:
@@ -94,7 +97,7 @@ class HealthMachine:
         return self._tell(device, f"Xid {xid}", rule_of_xid(xid))
 
     def tick(self, now_s: float) -> list[HealthFinding]:
-        """Time goes by: tells once when nothing was heard of any device for long."""
+        """Reports once if no device was read for `SILENT_S`. Call it periodically."""
         if self._is_silent or now_s < self._heard_s + SILENT_S:
             return []
         self._is_silent = True

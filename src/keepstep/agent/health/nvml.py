@@ -1,7 +1,7 @@
 """The used part of NVML: the devices, their counters, and Xid events.
 
-The binding is `pynvml` of the package nvidia-ml-py, imported only here and only when a node's health is read. This file
-decides nothing. One thread makes all calls, because any of them may take long.
+The binding is `pynvml` of the package nvidia-ml-py. Only this file imports it, and only when a node's health is read.
+This file takes no decisions. One thread makes all calls, because any of them may block.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ INSTALL = "install it with: pip install 'keepstep[gpu]'"
 
 
 class DeviceReader(Protocol):
-    """Where readings come from."""
+    """A source of readings."""
 
     labels: Sequence[str]
-    """What the user calls the devices, in the order of the node's devices."""
+    """Names of the devices in reports, in the order of the node's devices."""
 
     def read(self, device: int) -> DeviceReading:
-        """One look at a device."""
+        """Reads the state of a device."""
 
     def wait(self, timeout_s: float) -> tuple[int, int] | None:
-        """Waits for the next Xid: its device and its number; None where none has come, maybe before its time."""
+        """Waits for the next Xid. Returns (device, Xid), or None if there was none, maybe before the timeout."""
 
     def close(self) -> None:
-        """No more is read."""
+        """Releases the devices."""
 
 
 class NvmlReader:
@@ -40,11 +40,11 @@ class NvmlReader:
         """Finds the devices.
 
         Args:
-            names: what ``CUDA_VISIBLE_DEVICES`` calls the devices: numbers, or the beginnings of UUIDs.
-            by_bus: CUDA numbers the devices as NVML does (``CUDA_DEVICE_ORDER=PCI_BUS_ID``).
+            names: the devices in ``CUDA_VISIBLE_DEVICES``: numbers, or prefixes of UUIDs.
+            by_bus: whether CUDA numbers the devices as NVML does (``CUDA_DEVICE_ORDER=PCI_BUS_ID``).
 
         Raises:
-            ConfigurationError: there is no NVML, it does not know one of the devices, or one is a part of a GPU.
+            ConfigurationError: NVML is not available or does not know a device, or a device is a MIG instance.
         """
         try:
             self._nvml: Any = importlib.import_module("pynvml")
@@ -101,7 +101,7 @@ class NvmlReader:
         return found
 
     def _register(self, handle: Any) -> bool:
-        """Has Xids of a device told; False where that is not supported."""
+        """Subscribes to a device's Xids. Returns False if the device does not support that."""
         nvml = self._nvml
         supported = self._optional(nvml.nvmlDeviceGetSupportedEventTypes, handle) or 0
         if not supported & nvml.nvmlEventTypeXidCriticalError:
@@ -110,7 +110,7 @@ class NvmlReader:
         return True
 
     def _optional(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What a call returns; None where the device or the driver does not know it."""
+        """Returns the result of an NVML call; None if the device or the driver does not support the call."""
         try:
             return call(*arguments)
         except self._nvml.NVMLError as error:
@@ -119,7 +119,7 @@ class NvmlReader:
             raise
 
     def read(self, device: int) -> DeviceReading:
-        """One look at a device."""
+        """Reads the state of a device."""
         nvml, handle = self._nvml, self._handles[device]
         try:
             rows = self._optional(nvml.nvmlDeviceGetRemappedRows, handle)
@@ -145,7 +145,7 @@ class NvmlReader:
 
     def _slowdowns(self, handle: Any) -> frozenset[DeviceCondition]:
         nvml = self._nvml
-        # Called throttle reasons before driver 535; the numbers are the same.
+        # NVML calls them throttle reasons before driver 535; the numbers are the same.
         reasons = self._optional(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         thermal = nvml.nvmlClocksThrottleReasonHwThermalSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
         found = {DeviceCondition.THERMAL} if reasons & thermal else set()
@@ -154,9 +154,9 @@ class NvmlReader:
         return frozenset(found)
 
     def wait(self, timeout_s: float) -> tuple[int, int] | None:
-        """Waits for the next Xid: its device and its number; None where none has come, maybe before the time is over.
+        """Waits for the next Xid. Returns (device, Xid), or None if there was none. It may return before the timeout.
 
-        None as well where NVML cannot tell whose it is, because the device is lost: the next look at it says so.
+        It also returns None if NVML cannot name the device because it is lost. The next `read` reports that.
         """
         nvml = self._nvml
         if not self._has_events:
@@ -164,17 +164,17 @@ class NvmlReader:
         try:
             event = nvml.nvmlEventSetWait_v2(self._events, int(timeout_s * 1000))
             uuid = str(nvml.nvmlDeviceGetUUID(event.device))
-        except nvml.NVMLError:  # none has come, or the device is lost
+        except nvml.NVMLError:  # a timeout, or the device is lost
             return None
         if event.eventType != nvml.nvmlEventTypeXidCriticalError or uuid not in self._uuids:
             return None
         return self._uuids.index(uuid), int(event.eventData)
 
     def close(self) -> None:
-        """No more is read."""
+        """Releases the devices and shuts NVML down."""
         nvml = self._nvml
         try:
             nvml.nvmlEventSetFree(self._events)
             nvml.nvmlShutdown()
         except nvml.NVMLError:
-            pass  # a device is lost, or the driver was unloaded: there is nothing left to give back
+            pass  # a device is lost, or the driver was unloaded: nothing is left to release

@@ -12,24 +12,24 @@ from keepstep.agent.health.nvml import DeviceReader
 from keepstep.errors import ConfigurationError
 
 WAIT_S = 1.0
-"""How long one wait for an Xid takes at most: after this time the thread sees that it must end."""
+"""Timeout of one wait for an Xid, after which the thread checks whether it must end."""
 LOOK_EVERY_S = 5.0
-"""Each look costs some milliseconds a device. Xids do not wait for it."""
+"""Interval between readings. A reading takes a few milliseconds per device. Xids do not wait for it."""
 OPEN_DEADLINE_S = 60.0
 """The first use of the driver takes seconds on a machine with many GPUs."""
 
 
 class HealthWatch:
-    """Has a thread read the devices, judges what it reads, and hands on what is found.
+    """Reads the devices in a thread, and passes the findings on, on the event loop.
 
-    The thread alone calls NVML, and the event loop alone judges. A call that never comes back costs that thread: the
-    agent waits neither for the call nor for the thread's end.
+    Only the thread calls NVML; only the event loop calls the `HealthMachine`. If an NVML call never returns, the thread
+    hangs; the agent waits neither for the call nor for the thread.
     """
 
     def __init__(self, open_reader: Callable[[], DeviceReader], on_finding: Callable[[HealthFinding], None]) -> None:
         """Args:
-        open_reader: called in the thread.
-        on_finding: called on the event loop.
+        open_reader: returns the source of readings; called in the thread.
+        on_finding: called on the event loop with each new finding.
         """
         self._open_reader = open_reader
         self._on_finding = on_finding
@@ -38,7 +38,7 @@ class HealthWatch:
         self._ticks: asyncio.Task[None] | None = None
 
     async def start(self) -> list[HealthFinding]:
-        """Begins to read; returns what the first look at all devices has found.
+        """Starts the thread. Returns the findings of the first reading of all devices.
 
         Raises:
             ConfigurationError: the devices cannot be read.
@@ -60,7 +60,7 @@ class HealthWatch:
         ]
 
     def stop(self) -> None:
-        """Nothing is found from now on; the thread ends within a second, or when its call comes back."""
+        """Stops reporting. The thread ends within a second, or when its NVML call returns."""
         self._is_over.set()
         if self._ticks is not None:
             self._ticks.cancel()
@@ -116,7 +116,7 @@ class HealthWatch:
                 seen = reader.wait(WAIT_S)
                 if seen is not None:
                     loop.call_soon_threadsafe(self._has_seen, *seen)
-                else:  # devices that tell of no Xids, or an error that stays, must not make the thread spin
+                else:  # the thread must not spin if no device supports Xids, or if an error persists
                     self._is_over.wait(max(0.0, began_s + WAIT_S - time.monotonic()))
                 if time.monotonic() >= due_s:
                     due_s = time.monotonic() + LOOK_EVERY_S

@@ -1,4 +1,4 @@
-"""``keepstep agent``, and the several nodes of ``keepstep run``."""
+"""``keepstep agent``, and ``keepstep run`` on several nodes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_one_of_several(arguments: argparse.Namespace) -> int:
-    """``keepstep run`` on one of several nodes."""
+    """Runs ``keepstep run`` on one of several nodes. Returns the job's exit code."""
     if arguments.rdzv_endpoint:
         endpoint = endpoint_of("--rdzv-endpoint", arguments.rdzv_endpoint)
     elif arguments.master_addr != LOOPBACK:  # torchrun's default, which no other node can reach
@@ -51,12 +51,12 @@ def run_one_of_several(arguments: argparse.Namespace) -> int:
 
 
 def serve_node(arguments: argparse.Namespace, endpoints: tuple[str, ...], *, may_host: bool) -> int:
-    """Serves this node until the job has ended, with the controller if this node hosts it.
+    """Serves this node until the job has ended, and hosts the controller if it must. Returns the job's exit code.
 
     Args:
-        arguments: of the command line.
-        endpoints: where a controller may be. The first one says by which address this node is reached.
-        may_host: host it where the first endpoint is this node's.
+        arguments: the parsed command line.
+        endpoints: HOST:PORT of the controller and its standbys. The route to the first one decides this node's address.
+        may_host: whether this node hosts the controller if the first endpoint is its own.
     """
     endpoint = endpoints[0]
     shape = shape_of(arguments.nnodes, ranks_per_node(arguments), arguments.spares)
@@ -83,7 +83,7 @@ def serve_node(arguments: argparse.Namespace, endpoints: tuple[str, ...], *, may
 
 
 def hosted_weights(arguments: argparse.Namespace, place: NodePlace, endpoints: tuple[str, ...]) -> HostedWeights:
-    """``keepstep weights serve`` for this node's publishers, as a child of this process which is yet to be run."""
+    """Returns ``keepstep weights serve`` for this node's publishers, as a child process that is not started yet."""
     secret = secret_of(arguments)
     if secret is None:
         raise ConfigurationError("--weights needs the job's secret, not only a token: other nodes are known by it")
@@ -98,7 +98,7 @@ def hosted_weights(arguments: argparse.Namespace, place: NodePlace, endpoints: t
 def hosted_controller(
     arguments: argparse.Namespace, shape: Shape, endpoint: str, run_dir: Path, secret: Secret
 ) -> HostedController:
-    """The controller of the job as a child of this process, which is yet to be run."""
+    """Returns the job's controller, as a child process that is not started yet."""
     command = [sys.executable, "-m", "keepstep.cli.main", "controller", "--parent", str(os.getpid())]
     command += ["--listen", endpoint, "--nnodes", arguments.nnodes, "--nproc-per-node", str(shape.ranks_per_node)]
     command += ["--spares", str(shape.num_spares), "--lease", str(arguments.lease), "--tls", arguments.tls]

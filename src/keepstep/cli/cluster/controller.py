@@ -26,7 +26,7 @@ from keepstep.parent_death import end_with_parent
 from keepstep.protocol.lease import HOLD_S
 
 MIN_TAKEOVER_S, MAX_TAKEOVER_S = 1.0, 3600.0
-"""A process of a busy machine may well stand still for half a second."""
+"""The minimum is 1 s, because a process on a busy machine may stall for half a second."""
 
 
 def main(arguments: list[str]) -> int:
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
         is_standby=chosen.standby,
         takeover_s=chosen.takeover_after,
         num_relays=num_relays_for(shape.max_nodes) if chosen.relays is None else chosen.relays,
-        is_durable=chosen.parent is None,  # a child only comes back where it was
+        is_durable=chosen.parent is None,  # a child is only restarted on its own machine
     )
     try:
         result = run_controller(options)

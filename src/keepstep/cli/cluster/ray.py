@@ -19,25 +19,25 @@ from keepstep.launcher.recording import make_folder
 from keepstep.trust.tokens import Secret
 
 NUM_PORTS = 100
-"""Jobs on one driver's node have ports of their own, from torchrun's upwards: below those that a kernel gives to
-connections, so that a controller that is started again finds its own still free."""
+"""Number of ports that controllers on one driver node may use, from torchrun's default upwards. They are below the
+kernel's ephemeral ports, so that a restarted controller finds its port free."""
 OF_ONE_NODE = (
     "node_rank", "node_name", "domain", "local_addr", "master_addr", "master_port", "rdzv_endpoint", "secret_file",
     "token_file",
 )  # fmt: skip
-"""Flags that say what Ray or this command says here."""
+"""Flags that are refused, because Ray or this command sets these values."""
 
 
 def run_on_ray(chosen: argparse.Namespace, parser: argparse.ArgumentParser, arguments: list[str]) -> int:
     """Runs a job on a Ray cluster, with the controller here, and returns the job's exit code.
 
     Args:
-        chosen: what the parser made of the arguments.
-        parser: that of ``keepstep run``.
-        arguments: the words of the command line.
+        chosen: the parsed arguments.
+        parser: the parser of ``keepstep run``.
+        arguments: the unparsed arguments.
 
     Raises:
-        ConfigurationError: the job cannot be run as asked, or not on this cluster.
+        ConfigurationError: the job cannot run with these flags, or not on this cluster.
     """
     engine = _engine()
     _refuse_what_has_no_meaning(chosen, parser)
@@ -109,7 +109,7 @@ def _run_dir(chosen: argparse.Namespace) -> Path:
 
 
 def _agent_flags(chosen: argparse.Namespace, arguments: list[str], shape: Shape, endpoint: str) -> tuple[str, ...]:
-    """What was given to ``keepstep run``, followed by what is different for an agent: the last of two flags counts."""
+    """Returns the flags of ``keepstep run`` followed by those of an agent. The last of two equal flags counts."""
     given = arguments[: len(arguments) - 1 - len(chosen.training_script_args)]
     if given and given[-1] == "--":
         given.pop()
@@ -118,6 +118,7 @@ def _agent_flags(chosen: argparse.Namespace, arguments: list[str], shape: Shape,
 
 
 def _num_threads(bundle: dict[str, float], slots: int) -> str:
-    """The same on all nodes, for results may depend on it: what is set here, or the CPUs shared among the workers."""
+    """Returns ``OMP_NUM_THREADS`` for all nodes; results may depend on it. It is this process's own value, or the CPUs
+    of a node divided by its workers."""
     cpus = math.floor(bundle.get("CPU", slots))
     return script_environment().get("OMP_NUM_THREADS") or str(max(1, cpus // slots))

@@ -13,7 +13,7 @@ from keepstep.trust.tokens import Claim, Role, Secret, write_private
 
 
 def main(arguments: list[str]) -> int:
-    """Makes a new secret, or credentials with one, and prints them or writes them to a file."""
+    """Creates a secret, or the credentials of a node, and prints them or writes them to a file."""
     parser = argparse.ArgumentParser(prog="keepstep token", description="Creates the credentials of a job's nodes.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--new", action="store_true", help="a secret for a job; its holder can act as any node")

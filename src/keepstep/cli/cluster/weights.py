@@ -30,7 +30,7 @@ LOOK_S = 0.5
 
 
 def main(arguments: list[str]) -> int:
-    """Runs ``keepstep weights serve`` or ``receive`` until a signal comes, and returns the exit code."""
+    """Runs ``keepstep weights serve`` or ``receive`` until a signal or an error, and returns the exit code."""
     parser, _commands = _parsers()
     chosen = parser.parse_args(arguments)
     if getattr(chosen, "parent", None) is not None:
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, ...]]:
-    """The command's, and those of its own commands."""
+    """Returns the parser of the command, and those of ``serve`` and ``receive``."""
     parser = argparse.ArgumentParser(
         prog="keepstep weights", description="Brings published weights to consumers on other nodes."
     )
@@ -106,7 +106,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
 
 
 def _wait(stop: threading.Event, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Looks from time to time: a signal that comes just before a wait without an end would not be seen."""
+    """Waits until ``stop`` is set or ``is_over()``.
+
+    It polls, because a signal that comes just before a wait without a timeout would go unnoticed.
+    """
     while not (stop.wait(LOOK_S) or is_over()):
         pass
 
@@ -192,7 +195,7 @@ def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.
 def _publishers(
     chosen: argparse.Namespace, credentials: Credentials, own_address: str | None, heard: Callable[[list[str]], None]
 ) -> Publishers:
-    from keepstep.launcher.cluster.weights import Publishers  # here, for without --job it goes without gRPC
+    from keepstep.launcher.cluster.weights import Publishers  # here, because without --job gRPC is not needed
     from keepstep.transports.rpc.directory import DirectoryCaller
 
     endpoints = tuple(endpoint_of("--job", each) for each in chosen.job.split(","))

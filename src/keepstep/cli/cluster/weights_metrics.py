@@ -1,7 +1,7 @@
 """``keepstep weights --metrics FILE``: metrics of a node's transfers, in a file for Prometheus.
 
-The textfile collector of Prometheus' node_exporter reads the file. The node opens no port for it, so it needs no
-credential.
+The textfile collector of Prometheus' node_exporter reads the file. keepstep opens no port for metrics, so they need no
+credentials.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from keepstep.weights.remote.switch import Switch
 
 WRITE_S = 5.0
-"""Between two writings: Prometheus asks every 15 s by most people's settings."""
+"""Interval between two writes. Prometheus commonly scrapes every 15 s."""
 
 Sample = tuple[Mapping[str, str], float]
 
 
 @contextlib.contextmanager
 def metrics_in(path: str | None, text: Callable[[], str], note: Callable[[str], None]) -> Iterator[None]:
-    """Rewrites a file periodically, in a thread, until the block is left; then the file goes.
+    """Rewrites a file periodically in a thread until the block exits, then removes the file.
 
     Args:
-        path: of the file; None: nothing is written.
-        text: what belongs into it now.
-        note: told once if it cannot be written any more; nothing else ends with it.
+        path: path of the file; None disables it.
+        text: called in the thread; returns the current content.
+        note: called in the thread with the error if a write fails. Writing stops then; nothing else does.
     """
     if path is None:
         yield
@@ -54,17 +54,16 @@ def metrics_in(path: str | None, text: Callable[[], str], note: Callable[[str], 
         stop.set()
         thread.join()
         with contextlib.suppress(OSError):
-            target.unlink()  # what it says is true no more
+            target.unlink()  # its values are no longer true
 
 
 def metrics_text(node: str, switch: Switch, links: Mapping[str, tuple[str, float]]) -> str:
-    """All that is told of a node.
+    """Returns all metrics of a node in Prometheus' text format.
 
     Args:
         node: its name.
-        switch: what passes through it.
-        links: the nodes that are fed, as far as this one knows: by which (empty: this one), and how many bytes/s each
-            took last.
+        switch: the switch through which its transfers pass.
+        links: fed node -> (the node that feeds it, or an empty string for this one; bytes/s in its latest update).
     """
     own = {"node": node}
     fed = [({"node": name, "feeder": feeder or node}, rate) for name, (feeder, rate) in sorted(links.items())]

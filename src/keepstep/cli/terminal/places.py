@@ -17,36 +17,37 @@ from keepstep.trace.timeline.scene import SceneSpan
 from keepstep.trace.timeline.stragglers import Straggler
 
 WORDS = {Phase.UPDATED: "between steps"}
-"""Phases that go by another name for people; the others by their own."""
+"""Phases that the screen shows under another name."""
 LOST, DONE = "lost", "done"
 BEHIND_STEPS = 2
-"""Ranks of one job are in the same step or in two that follow each other; a rank further behind stands still."""
+"""All ranks of a job are in the same step or in two consecutive ones. A rank this many steps behind the first one has
+stalled."""
 
 
 @dataclasses.dataclass(slots=True)
 class ScreenPlace:
-    """Where one rank is."""
+    """The current position of one rank."""
 
     rank: int
     state: str
-    """A phase, what it does in a recovery, or that it is lost or done."""
+    """A phase, a part of a recovery, `LOST` or `DONE`."""
     step: int | None
     worker: Worker | None
     stragglings: list[Straggler] = dataclasses.field(default_factory=list)
     is_behind: bool = False
     shard: str = ""
-    """Its number, and a bracket around the ranks that hold it; empty where all ranks hold the same."""
+    """Number of its shard, and a bracket around the ranks that hold it. Empty if all ranks hold the same shard."""
     is_fresh: bool = False
-    """Whether it took its rank in the recovery that is under way."""
+    """Whether its worker took the rank in the current recovery."""
 
     @property
     def node(self) -> str:
-        """The node that it is on, or was."""
+        """The node of its current or last worker."""
         return "-" if self.worker is None else self.worker.node
 
     @property
     def trouble(self) -> int:
-        """How much it asks to be looked at; 0: it does what it should."""
+        """How urgently a user should look at it; 0: it works normally."""
         if self.state == LOST:
             return 4
         if self.is_behind:
@@ -55,17 +56,17 @@ class ScreenPlace:
 
 
 class Places:
-    """Follows the news of a run."""
+    """Keeps the position of every rank up to date with the news of a run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._last: dict[int, tuple[str, int]] = {}
         """worker -> its phase and step."""
         self._workers: dict[int, Worker] = {}
-        """rank -> who holds it, or held it last."""
+        """rank -> its current or last worker."""
 
     def take(self, news: News) -> None:
-        """What a poll has brought."""
+        """Processes the news of a poll."""
         if len(news.changes):
             self._note(news.changes)
         if news.has_decided:
@@ -85,11 +86,11 @@ class Places:
             self._last[worker] = (WORDS.get(name, str(name)), step)
 
     def phase_of(self, worker: int) -> str:
-        """The phase that a worker is in, a spare too."""
+        """Returns the phase of a worker or spare."""
         return self._last.get(worker, (str(Phase.STARTING), -1))[0]
 
     def all(self) -> list[ScreenPlace]:
-        """Every rank, by number; where they hold different shards those of a shard together."""
+        """Returns every rank, sorted by number, or by shard if ranks hold different shards."""
         job = self._run.job
         spans = self._open_spans()
         stragglings: dict[int, list[Straggler]] = {}
@@ -112,7 +113,7 @@ class Places:
         return _by_shard(places, self._run.shards)
 
     def _open_spans(self) -> dict[int, SceneSpan]:
-        """What ranks are at in the recovery that is under way."""
+        """Returns the open span of each rank in the current recovery."""
         scenes = self._run.scenes
         if not scenes or self._run.job.stage not in (Stage.STOPPING, Stage.RECOVERING):
             return {}

@@ -20,7 +20,7 @@ from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind
 from keepstep.trace.timeline.stragglers import NAMES
 from keepstep.trace.weights.publications import describe_publication, publication_text
 
-# The colours of the page and of the pictures, as far as a terminal has them.
+# The colours of the dashboard and the pictures, as close as a terminal has them.
 PHASE_STYLES = {
     "starting": "cyan",
     "forward": "blue",
@@ -56,27 +56,27 @@ MIN_EVENTS = 5
 BARS = " ▁▂▃▄▅▆▇█"
 RATE_COLUMNS = 24
 _OWN = tuple(NAMES.values())[:3]
-"""The phases whose own time is shown."""
+"""Names of the phases whose own times are shown."""
 BAR = "own time"
 SHARD = "shard"
 COLUMNS = ("rank", SHARD, "phase", "step", *_OWN, BAR, "pid", "node", "")
 FIXED_COLUMNS = 94
-"""What all columns of a rank take but the bar and the node."""
+"""Total width of a rank's columns without the bar and the node."""
 MIN_BAR_COLUMNS = 8
 FOLDED_WIDE = 125
-"""From so many columns on, the line of a node has room for the slowest times of its ranks."""
+"""Minimum width at which the line of a node also shows the slowest times of its ranks."""
 Row = list[RenderableType]
 
 
 class OwnBar:
-    """Own times one after the other, on the same scale for all ranks."""
+    """Draws the own times of a rank as a stacked bar, on the same scale for all ranks."""
 
     def __init__(self, slowest_ms: float, num_columns: int) -> None:
         self._slowest_ms = slowest_ms
         self.num_columns = num_columns if num_columns >= MIN_BAR_COLUMNS else 0
 
     def draw(self, medians: np.ndarray) -> Text:
-        """The bar of one rank."""
+        """Draws the bar of one rank from its median times in milliseconds."""
         bar, begin = Text(), 0
         for name, end_ms in zip(_OWN, np.nancumsum(medians[: len(_OWN)]).tolist(), strict=True):
             end = round(end_ms / self._slowest_ms * self.num_columns) if self._slowest_ms else 0
@@ -86,7 +86,7 @@ class OwnBar:
 
 
 class Lanes:
-    """What each rank was at in a recovery, from the failure on, a column at a time."""
+    """Draws what each rank did in a recovery over time, from the failure on."""
 
     def __init__(
         self, scene: Scene, spans: Sequence[SceneSpan], lost: dict[int, float], until_s: float, num_columns: int
@@ -99,10 +99,10 @@ class Lanes:
         self._times_s = [scene.since_s + (column + 0.5) * self._column_s for column in range(num_columns)]
 
     def draw(self, rank: int) -> Text:
-        """The lane of one rank."""
+        """Draws the lane of one rank."""
         own, lane = [span for span in self._spans if span.rank == rank], Text()
         for at_s in self._times_s:
-            # What is shorter than a column still has one.
+            # The span with the largest part of the column wins, so a span shorter than a column can still be seen.
             now = max(own, key=lambda span: self._overlap_s(span, at_s), default=None)
             if now is not None and self._overlap_s(now, at_s) > 0:
                 lane.append("█", style=SPAN_STYLES[now.kind])
@@ -115,12 +115,12 @@ class Lanes:
         return lane
 
     def _overlap_s(self, span: SceneSpan, at_s: float) -> float:
-        """How much of the column around a time a span takes."""
+        """Returns the overlap in seconds of a span with the column around a time."""
         end_s = self._until_s if span.end_s is None else span.end_s
         return min(end_s, at_s + self._column_s / 2) - max(span.begin_s, at_s - self._column_s / 2)
 
     def legend(self) -> Text:
-        """What the colours mean that occur."""
+        """Returns a legend of the colours in use."""
         legend = Text(" " * 12)
         if self._lost:
             legend.append("× ", style="red").append("lost  ", style="bright_black")
@@ -131,18 +131,23 @@ class Lanes:
 
 
 class Screen:
-    """Follows the news of a run, and draws it."""
+    """Draws a run, and keeps itself up to date with the run's news."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._places = Places(run)
 
     def take(self, news: News) -> None:
-        """What a poll has brought."""
+        """Processes the news of a poll."""
         self._places.take(news)
 
     def draw(self, width: int, height: int) -> RenderableType:
-        """One frame of so many columns and lines."""
+        """Draws one frame.
+
+        Args:
+            width: columns of the terminal.
+            height: lines of the terminal.
+        """
         places = self._places.all()
         header = self._header(width, places)
         room = height - len(header)
@@ -184,7 +189,7 @@ class Screen:
         return [_line(_spread(title, right, width), width), *_packed(items, width), *self._weights(width), Text()]
 
     def _weights(self, width: int) -> list[Text]:
-        """A line for each folder in which weights are published."""
+        """Returns a line for each folder in which the run publishes weights."""
         run = self._run
         described = (describe_publication(each, run.now_s) for each in run.publications.found.values())
         return [_line(Text(publication_text(each)), width) for each in described]
@@ -199,18 +204,18 @@ class Screen:
         return Text(str(run.job.stage), style=STAGE_STYLES.get(run.job.stage, "default"))
 
     def _rate_bars(self) -> str:
-        """Completed steps in each recent interval."""
+        """Returns a bar for the completed steps of each recent interval."""
         pace, run = self._run.pace, self._run
         num_whole = max(0, round(run.now_s * 1e9) - run.info.started_ns) // pace.bucket_ns
         counts = (pace.buckets + [0] * RATE_COLUMNS)[:num_whole][-RATE_COLUMNS:]
         most = max(counts, default=0)
-        # A stretch in which nothing was completed is a gap, one with a single step still a line.
+        # An interval without a completed step is a gap; one with a single step is still a line.
         return "".join(BARS[-(-count * (len(BARS) - 1) // most)] for count in counts) if most else ""
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
     def _ranks(self, width: int, room: int, places: list[ScreenPlace]) -> tuple[Table, int]:
-        """The table of ranks, and how many lines it takes."""
+        """Returns the table of ranks and its number of lines."""
         is_folded = len(places) + 1 > room
         shard_columns = 7 if self._run.shards else 0
         medians = self._run.stragglers.medians_ms([place.rank for place in places])
@@ -244,7 +249,8 @@ class Screen:
         return rows
 
     def _node_rows(self, places: Sequence[ScreenPlace], medians: np.ndarray) -> list[Row]:
-        """One line for each node, those with ranks in trouble first: where its ranks are, and their slowest times."""
+        """Returns a row for each node with the states of its ranks and their slowest times. Nodes with ranks in trouble
+        come first."""
         by_node: dict[str, list[ScreenPlace]] = {}
         for place in places:
             by_node.setdefault(place.node, []).append(place)
@@ -263,7 +269,7 @@ class Screen:
     # ---- the recovery -----------------------------------------------------------------------------------------------
 
     def _recovery(self, width: int, num_rows: int) -> list[RenderableType]:
-        """The recovery that is under way, else the last one: its parts, and what each rank was at."""
+        """Draws the current or last recovery: its parts, and a lane for each rank."""
         scene, run = self._run.scenes[-1], self._run
         record = scene.record
         is_current = scene.end_s is None and run.is_alive and run.job.stage is not Stage.ENDED
@@ -303,7 +309,7 @@ class Screen:
 
 
 def _line(text: Text, width: int) -> Text:
-    """A text as exactly one line."""
+    """Truncates a text to exactly one line."""
     text.no_wrap, text.overflow = True, "ellipsis"
     text.truncate(width, overflow="ellipsis")
     return text
@@ -391,7 +397,7 @@ def _remark(place: ScreenPlace) -> Text:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Numbers in order, with neighbours as ranges; cut short where there are too many."""
+    """Formats sorted numbers, with consecutive ones as ranges, in at most 12 characters."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and parts[-1][1] == rank - 1:

@@ -1,4 +1,4 @@
-/** Starts the page: keeps the connection to the server, draws the frames, and says which key does what. */
+/** The page's entry point: the connection to the server, the drawing of frames, the theme, the keyboard commands. */
 
 import { Overview, Tooltip, View, hitTest, listenToTimeline } from "./gestures.js";
 import { Lanes } from "./lanes.js";
@@ -9,11 +9,11 @@ import { tellStory } from "./story.js";
 import { AXIS, Timeline } from "./timeline.js";
 import { drawWeights } from "./weights.js";
 
-const SILENT_AFTER = 3000; // milliseconds without any news: the server sends some every second
+const SILENT_AFTER = 3000; // milliseconds without a message; the server sends one every second
 const RECONNECT_AFTER = 10000;
 const RETRY = [300, 1000, 2000, 4000];
 
-/** The connection to the server. It comes back by itself, and what is known stays on the page meanwhile. */
+/** The connection to the server. It reconnects by itself; the page keeps its data meanwhile. */
 class Feed {
   constructor(model, onNewRun) {
     Object.assign(this, {
@@ -49,7 +49,7 @@ class Feed {
 
   hear(message) {
     const offset = message.now - performance.now() * 1000;
-    // Messages come a little sooner or later. The clock on the page follows their average, so that it does not stutter.
+    // The delay of messages varies. The page's clock follows their average, so that it does not stutter.
     const isFar = this.state !== "live" || Math.abs(offset - this.offset) > 1e6;
     this.offset = isFar ? offset : this.offset + (offset - this.offset) * 0.1;
     this.heard = performance.now();
@@ -62,7 +62,7 @@ class Feed {
     if (this.state !== "denied") this.state = this.model.run ? "reconnecting" : "connecting";
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.connect(), RETRY[Math.min(this.tries++, RETRY.length - 1)]);
-    // EventSource does not tell why it failed; another request does.
+    // EventSource does not report why it failed, so another request finds out.
     const { status } = await source.overview();
     if (status === 401) this.state = "denied";
     else if (this.state === "denied") this.state = "reconnecting";
@@ -72,7 +72,7 @@ class Feed {
     if (this.state === "live" && performance.now() - this.heard > RECONNECT_AFTER) this.lose();
   }
 
-  /** @returns {{state: string, silentFor: number}} */
+  /** @returns {{state: string, silentFor: number}} the state of the connection; `silentFor` is in seconds */
   get shown() {
     const silent = performance.now() - this.heard;
     if (this.state !== "denied" && this.model.run?.ended) return { state: "over", silentFor: 0 };
@@ -81,12 +81,12 @@ class Feed {
     return { state: this.state, silentFor: 0 };
   }
 
-  /** @returns {number} the run's time now, a little late, so that what is drawn at its end has arrived */
+  /** @returns {number} the run's time, 120 ms late, so that the data at its end has arrived */
   now() {
     const { ended } = this.model.run ?? {};
     if (ended) return ended.at;
     if (!source.isLive) return this.model.now;
-    // Without contact time stands still: it is not known how long the last phases took.
+    // Without a connection time stands still, because the end of the last phases is not known.
     const most = this.model.now + (this.state === "live" ? 1e6 : 0);
     const ahead = Math.min(most, performance.now() * 1000 + this.offset);
     this.last = Math.max(0, ahead - 120e3, Math.min(this.last ?? 0, ahead));
@@ -99,7 +99,7 @@ class Feed {
     if (data) this.model.overview = data;
   }
 
-  /** Asks for phases of older time, one request at a time. */
+  /** Requests older phases, one request at a time. */
   async askPhases([begin, end]) {
     if (this.isAsking || this.state !== "live") return;
     this.isAsking = true;
@@ -109,12 +109,12 @@ class Feed {
     const from = Math.floor(Math.max(0, begin - margin, end - most));
     const { data } = await source.phases(from, Math.ceil(end + margin));
     if (data && this.model.run.id === run) this.model.addWindow(data);
-    // A server that has nothing to give is not asked again at once.
+    // After a failed request, wait longer before the next one.
     setTimeout(() => (this.isAsking = false), data ? 100 : 2000);
   }
 }
 
-/** A report may be opened where a browser lets no page store anything. */
+/** The browser's local storage; null where the browser forbids it, as it may for a report. */
 function storage() {
   try {
     return window.localStorage;
@@ -123,7 +123,7 @@ function storage() {
   }
 }
 
-/** Light or dark: as the system has it, until the viewer chooses. */
+/** Sets up the light or dark theme: the system's, until the viewer chooses. Returns a function that switches it. */
 function setUpTheme(onChange) {
   const system = matchMedia("(prefers-color-scheme: dark)");
   let here = null;
@@ -154,7 +154,7 @@ function setUpTheme(onChange) {
   };
 }
 
-/** Draws frames, and fewer of them where the machine is slow. */
+/** Draws frames; on a slow machine, every second one. */
 class Frames {
   constructor(paint) {
     this.times = [];
@@ -173,7 +173,7 @@ class Frames {
     requestAnimationFrame(frame);
   }
 
-  /** @returns {{fps: number, draw_ms: number}} */
+  /** @returns {{fps: number, draw_ms: number}} the recent frame rate, and the time to draw a frame */
   measured() {
     const seconds = (this.times.at(-1) - this.times[0]) / 1000;
     return { fps: seconds ? (this.times.length - 1) / seconds : 0, draw_ms: this.cost };
@@ -198,7 +198,7 @@ const feed = new Feed(model, () => {
   panels.note("Another run has started in this folder. Showing it from its start.");
 });
 
-/** Shows a recovery: from a bit before the failure until a bit after training went on. */
+/** Shows a recovery, from shortly before the failure until shortly after training resumed. */
 function jump(recovery) {
   if (!recovery) return panels.note("There has been no recovery so far.");
   const end = recovery.until ?? feed.now();
@@ -284,7 +284,7 @@ listenToTimeline($("timeline"), timeline, lanes, view, (hit) => {
   else if (hit) lanes.selected = hit.lane.key;
 });
 
-/** Gives the timeline the height it can use, and the panels below it the rest. */
+/** Gives the timeline the height that it can use; the panels below it get the rest. */
 function resize() {
   lanes.highest = Math.max(54, Math.min(76, Math.round(window.innerHeight * 0.068)));
   const most = Math.max(240, window.innerHeight - ($("timeline").getBoundingClientRect().top + window.scrollY) - 250);

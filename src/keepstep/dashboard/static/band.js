@@ -1,9 +1,9 @@
-/** The state of the parameters over time: of the whole job below the lanes, and of each shard in its heading. */
+/** The band with the state of the parameters over time: of the job below the lanes, or of each shard in its heading. */
 
 import { eachState } from "./bars.js";
 import { originsOf } from "./words.js";
 
-/** At which step the parameters are, and when they are being changed. */
+/** Draws the step of the parameters over time, and when they are being updated. */
 export function drawBand(timeline, parts, top, height) {
   const [y, h] = [top + 7, height - 13];
   timeline.fill(timeline.colors.surface, timeline.bars.left, top, timeline.width, height);
@@ -16,7 +16,7 @@ export function drawBand(timeline, parts, top, height) {
   }
 }
 
-/** The same of one shard. Where all that hold it are lost there is no live copy until a snapshot is loaded. */
+/** Draws the same for one shard. If all its ranks are lost, it has no live copy until a snapshot is loaded. */
 export function drawShardBand(timeline, { shard, ranks }, parts, top, height) {
   const { colors } = timeline;
   const [y, h] = [top + 5, height - 11];
@@ -69,7 +69,7 @@ function drawFold(timeline, fold, from, to, y, h) {
   });
 }
 
-/** What of a stretch of time lies in no recovery, for there the band says that. */
+/** The parts of a time window outside of recoveries: in a recovery, the band shows the recovery instead. */
 function besideRecoveries({ seen, now }, begin, end) {
   let pieces = [[begin, end]];
   for (const { begun, until } of seen) {

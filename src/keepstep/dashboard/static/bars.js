@@ -1,7 +1,7 @@
 /**
- * What is painted inside the lanes: phases, the parts of a recovery, lightning where a rank was lost, and the arrow from
- * the spare that takes over. No meaning hangs on colour alone: backward is hatched, the optimizer step rounded, waiting a
- * dotted line, and each bar that is wide enough carries its name.
+ * The shapes inside the lanes: phases, parts of a recovery, a bolt where a rank was lost, and an arrow from the spare
+ * that takes its rank. No meaning depends on colour alone: backward is hatched, the optimizer step has round corners,
+ * waiting is a dotted line, and each bar that is wide enough has a label.
  */
 
 import { BACKWARD, FORWARD, OPTIMIZER, STARTING, SYNCED, UPDATED } from "./model.js";
@@ -18,7 +18,7 @@ export const SPAN_LABELS = {
   rollback: ["Rollback", "Roll"],
   wait: ["Ready, waits", "Ready"],
 };
-/** What stands on a part of a recovery, the longest first; a rank that rewinds says from where. */
+/** The labels for a part of a recovery, the longest first; for a rewind they name the source of the state. */
 export function spanTexts({ kind, rank }, { origins, resume_step: step }) {
   const names = SPAN_LABELS[kind] ?? [kind, kind];
   const origin = kind === "rewind" ? origins?.[rank] : null;
@@ -31,7 +31,7 @@ export const FONT =
   '11px ui-sans-serif, system-ui, -apple-system, "Segoe UI", "Liberation Sans", Helvetica, Arial, sans-serif';
 export const BOLD = FONT.replace("11px", "600 11px");
 
-/** Collects bars by style and paints each style at once, because changing the style is what costs time on a canvas. */
+/** Collects bars by style and paints each style at once, because style changes are expensive on a canvas. */
 export class Bars {
   /**
    * @param {CanvasRenderingContext2D} context
@@ -46,7 +46,7 @@ export class Bars {
     this.widths = new Map();
   }
 
-  /** Begins a frame; `shift` is how far the content moved to the left, so that the hatching moves with it. */
+  /** Begins a frame. The hatching moves with the content, which has moved `shift` pixels to the left. */
   begin(shift) {
     this.batches.clear();
     this.labels.length = 0;
@@ -59,12 +59,12 @@ export class Bars {
     return batch;
   }
 
-  /** A phase of a step from x0 to x1, in a lane whose bars reach from y to y + h. */
+  /** Adds a phase of a step from x0 to x1, in a lane whose bars extend from y to y + h. */
   phase(phase, step, isUndone, x0, x1, y, h) {
     const width = x1 - x0;
     if (width <= 0) return;
     if (phase === UPDATED) {
-      // Between two steps the script loads data or evaluates; a long time of it should not look empty.
+      // Between two steps the script loads data or evaluates. If that takes long, it should not look empty.
       if (width > 8 && !isUndone) this.batch("between").push(x0 + 1, y + h / 2 - 1, width - 3, 2);
       return;
     }
@@ -82,13 +82,13 @@ export class Bars {
       return;
     }
     const [longest, letter] = NAMES[phase];
-    // How much of the names is shown is the same for all bars of a frame, or the row would look restless.
+    // All bars of a frame shorten their names equally, so that the row looks even.
     const texts = [`${longest} ${step}`, `${letter} ${step}`, letter].slice(phase === OPTIMIZER ? 0 : this.detail);
     if (isUndone && this.detail === 0) texts.unshift(`${longest} ${step} · undone`);
     this.label(texts, x0, x1, y + h / 2, isUndone ? this.colors.text : this.colors.onBar);
   }
 
-  /** One part of a recovery. */
+  /** Adds one part of a recovery. */
   span(kind, texts, x0, x1, y, h) {
     const width = Math.max(x1 - x0, 1);
     this.batch(WAITING.has(kind) ? "span waiting" : `span ${kind}`).push(x0, y, width - (width > 4 ? 1 : 0), h);
@@ -97,7 +97,7 @@ export class Bars {
     this.label(texts, x0, x1, y + h / 2, color);
   }
 
-  /** The longest of the texts that fits, in the middle of what is visible of the bar. */
+  /** Adds the first text that fits, in the middle of the visible part of the bar. */
   label(texts, x0, x1, y, color) {
     const left = Math.max(x0, this.left);
     const right = Math.min(x1, this.right);
@@ -119,7 +119,7 @@ export class Bars {
     return width;
   }
 
-  /** Paints everything that was collected. */
+  /** Paints the collected bars and labels. */
   paint() {
     for (const [style, boxes] of this.batches) {
       const [name, isUndone] = style.endsWith(" undone") ? [style.slice(0, -7), true] : [style, false];
@@ -178,7 +178,7 @@ export class Bars {
     context.lineWidth = 1;
   }
 
-  /** Lightning: a rank was lost here. */
+  /** Paints a bolt, which marks the loss of a rank. */
   bolt(x, y, size) {
     const { context } = this;
     const points = [0.15, -1, -0.55, 0.18, -0.08, 0.18, -0.22, 1, 0.55, -0.28, 0.06, -0.28, 0.42, -1];
@@ -197,7 +197,7 @@ export class Bars {
     context.lineWidth = 1;
   }
 
-  /** The failures of one lane. Where they are too close to each other for lightning, there is a thin mark for each. */
+  /** Paints the failures of one lane as bolts, or as thin marks if they are too close to each other. */
   failures(xs, middle, half) {
     const isDense = xs.some((x, i) => i > 0 && x - xs[i - 1] > 1 && x - xs[i - 1] < 14);
     let last = -Infinity;
@@ -210,7 +210,7 @@ export class Bars {
     }
   }
 
-  /** The time in which no worker held the rank. */
+  /** Paints the time in which no worker held the rank. */
   vacant(x0, x1, y) {
     const { context } = this;
     if (x1 - x0 < 1) return;
@@ -225,7 +225,7 @@ export class Bars {
     context.lineWidth = 1;
   }
 
-  /** The way of a spare from its lane into the lane of the rank it takes. */
+  /** Paints an arrow from the lane of a spare to the lane of the rank that it takes. */
   takeover(x, from, to, text) {
     const { context, colors } = this;
     const head = to < from ? 5 : -5;
@@ -288,7 +288,7 @@ function hatching(context, color) {
 }
 
 /**
- * The phases of one rank (or spare) between two moments, each cut off where its worker died or a recovery began.
+ * Visits the phases of one rank or spare between two times. Its worker's death or a recovery cuts a phase off.
  * @param {(begin: number, end: number, phase: number, step: number, generation: number, worker: number) => void} visit
  */
 export function eachPhase(model, ring, from, to, now, visit) {
@@ -302,7 +302,7 @@ export function eachPhase(model, ring, from, to, now, visit) {
   }
 }
 
-/** The same for the ranks of a node together: it is where the last of them is. */
+/** Visits the common phases of a node's ranks. A common phase begins when the last rank has entered it. */
 export function eachFoldedPhase(model, fold, from, to, now, visit) {
   let open = null;
   const close = (end) => {
@@ -324,7 +324,7 @@ export function eachFoldedPhase(model, fold, from, to, now, visit) {
   close(now);
 }
 
-/** The parts of a recovery for a node's ranks together: from the first that began until the last that was done. */
+/** Returns the common parts of a recovery for a node's ranks: from the first start to the last end. */
 export function foldSpans(ranks, recovery) {
   const kinds = new Map();
   for (const rank of ranks) {
@@ -345,7 +345,7 @@ export function foldSpans(ranks, recovery) {
 }
 
 /**
- * The state of the parameters between two moments.
+ * Visits the states of the parameters between two times.
  * @param {(state: "consistent"|"updating"|"updated", begin: number, end: number, step: number) => void} visit
  */
 export function eachState(model, fold, from, to, now, visit) {
@@ -369,7 +369,7 @@ export function eachState(model, fold, from, to, now, visit) {
   }
 }
 
-/** Over the lanes between top and bottom: which ranks were lost, and which spare took over. */
+/** Draws the lost ranks and the spares that took over, over the lanes between top and bottom. */
 export function drawFailures(timeline, top, bottom) {
   const { lanes, bars, seen, now } = timeline;
   const half = lanes.laneHeight / 2;
@@ -383,7 +383,7 @@ export function drawFailures(timeline, top, bottom) {
       const [from, to] = [lanes.indexOfSpare(worker), lanes.indexOfRank(rank)];
       if (from < 0 || to < 0) continue;
       const text = width > 110 && recovery.replacements.length < 3 ? `worker ${worker} takes rank ${rank}` : "";
-      // The arrow keeps clear of the lightning, which may be only a pixel away.
+      // Keeps a distance between the arrow and the bolt, which may be only a pixel away.
       const x = Math.max(timeline.x(firstSpan(rank) ?? recovery.begun), timeline.x(recovery.since) + 12);
       bars.takeover(x, clamp(middle(from)), clamp(middle(to) + (to < from ? half - 6 : 6 - half)), text);
     }

@@ -1,6 +1,6 @@
 /**
- * Which stretch of time is shown, how the viewer changes it (on the timeline, and on the overview strip of the whole run),
- * and what is said about the thing under the pointer.
+ * The visible time window, the gestures that change it (on the timeline and on the overview strip of the whole run),
+ * and the tooltip.
  */
 
 import { SPAN_LABELS, eachFoldedPhase, eachPhase, foldSpans } from "./bars.js";
@@ -13,7 +13,7 @@ import { originsOf } from "./words.js";
 const SHORTEST = 200; // microseconds
 const RIGHT_MARGIN = 0.03; // of the view, empty to the right of now
 
-/** The visible stretch of time. While it follows, its right end stays a bit ahead of now. */
+/** The visible time window. While it follows the run, its right end stays slightly ahead of now. */
 export class View {
   constructor() {
     this.begin = 0;
@@ -22,11 +22,11 @@ export class View {
     this.restart();
   }
 
-  /** Follows, with a length that will suit the steps as soon as there are some. */
+  /** Follows the run. The length adapts to the steps as soon as there are some. */
   restart() {
     this.following = true;
     this.isChosen = false; // whether the viewer has chosen the length
-    this.isShown = false; // whether the length comes from something that was jumped to
+    this.isShown = false; // whether `show` has set the length
     this.target = null;
   }
 
@@ -34,7 +34,7 @@ export class View {
     return this.end - this.begin;
   }
 
-  /** Moves on with time. */
+  /** Moves the window with time. */
   tick(now, stepTime) {
     this.now = now;
     if (this.target) this.glide();
@@ -58,7 +58,7 @@ export class View {
     this.target = null;
   }
 
-  /** Shows this stretch and stops following. */
+  /** Shows this time window and stops following. */
   show(begin, end) {
     this.following = false;
     this.isShown = true;
@@ -73,7 +73,7 @@ export class View {
     return [from, from + length];
   }
 
-  /** Changes the length about the point at this fraction of the view; one that follows goes on following. */
+  /** Zooms around the point at this fraction of the view. A following view continues to follow. */
   zoom(factor, fraction = 0.5) {
     this.target = null;
     this.isChosen = true;
@@ -86,7 +86,7 @@ export class View {
     } else [this.begin, this.end] = this.limited(begin, end);
   }
 
-  /** Moves by this much time. Going back in time stops following. */
+  /** Moves the window by this much time. Going back in time stops following. */
   pan(time) {
     this.target = null;
     this.isChosen = true;
@@ -101,20 +101,20 @@ export class View {
   follow() {
     this.target = null;
     this.following = true;
-    // The length that suited a recovery, or the whole run, is not one to follow with.
+    // The length for a recovery or for the whole run is not useful for following.
     if (this.isShown || this.length > 120e6) this.isChosen = false;
     this.isShown = false;
   }
 
-  /** The whole run. */
+  /** Shows the whole run. */
   whole() {
     this.show(0, Math.max(1e6, this.now * 1.02));
   }
 }
 
 /**
- * What is under the pointer.
- * @returns {object|null} the lane and the time, and a span, a phase, a recovery, a failure where there is one
+ * Finds the objects under the pointer.
+ * @returns {object|null} the lane and the time; and the span, phase, recovery and failure there, if any
  */
 export function hitTest(timeline, x, y) {
   const { model, view, now } = timeline;
@@ -147,7 +147,7 @@ export function hitTest(timeline, x, y) {
   return found;
 }
 
-/** The snapshot of a rank that was taken at this moment, or complete shortly before. */
+/** The snapshot of a rank that was being taken at this time, or was completed shortly before. */
 function snapshotAt({ model, view, width }, { rank }, time) {
   let found = null;
   for (const { store } of model.parts(time, time + 1).parts) {
@@ -161,7 +161,7 @@ function snapshotAt({ model, view, width }, { rank }, time) {
   return found;
 }
 
-/** Wheel, drag and touch on the timeline. */
+/** Handles wheel, drag and touch on the timeline. */
 export function listenToTimeline(canvas, timeline, lanes, view, onClick) {
   const fraction = (event) => (event.offsetX - GUTTER) / Math.max(1, canvas.clientWidth - GUTTER);
   const perPixel = () => view.length / Math.max(1, canvas.clientWidth - GUTTER);
@@ -175,7 +175,7 @@ export function listenToTimeline(canvas, timeline, lanes, view, onClick) {
         view.pan((event.deltaX || event.deltaY) * amount * perPixel());
       } else {
         lanes.scrollBy(event.deltaY * amount);
-        if (lanes.scroll === scrolled) return; // what has no more lanes to scroll scrolls the page
+        if (lanes.scroll === scrolled) return; // at the last lane, the wheel scrolls the page
       }
       event.preventDefault();
     },
@@ -320,11 +320,11 @@ export class Overview {
     const { steps, bucket } = this.model.overview ?? { steps: [] };
     if (steps.length < 2) return;
     const mean = Math.max(0.01, steps.reduce((sum, count) => sum + count, 0) / steps.length);
-    // With few steps in a bucket the area would jump up and down for no reason, so some buckets are drawn as one.
+    // With few steps per bucket the curve would be noisy, so several buckets are drawn as one.
     const group = Math.ceil(Math.max(6 / mean, (2 * steps.length) / this.width));
     const full = [];
     for (let i = 0; i < steps.length - 1; i += group) {
-      const some = steps.slice(i, Math.min(i + group, steps.length - 1)); // the very last one is still being filled
+      const some = steps.slice(i, Math.min(i + group, steps.length - 1)); // the last bucket is not complete yet
       full.push(some.reduce((sum, count) => sum + count, 0) / some.length);
     }
     const most = Math.max(1, ...full);
@@ -342,13 +342,13 @@ export class Overview {
   }
 }
 
-/** What is said about the thing under the pointer. */
+/** The tooltip about the object under the pointer. */
 export class Tooltip {
   constructor(box, model) {
     Object.assign(this, { box, model, stamp: "" });
   }
 
-  /** Shows what is under the pointer, or hides the tooltip. */
+  /** Shows the object under the pointer, or hides the tooltip. */
   draw(hit, hover, width) {
     const { box } = this;
     const content = hit && !hit.isName ? this.describe(hit) : null;

@@ -1,16 +1,16 @@
 /**
- * Which lanes there are, in which order, how high: a lane per rank and per spare, or, in a large job, a lane per node.
+ * The lanes, their order and their height: a lane per rank and per spare, or in a large job a lane per node.
  *
- * Nodes that need attention (a rank failed there a short while ago, or is a straggler) come first and are
- * unfolded. What the viewer folds or unfolds by hand stays as it is.
+ * Nodes that need attention (with a recent failure or a straggler) come first and are unfolded. Lanes that the viewer
+ * folds or unfolds stay as they are.
  */
 
 import { UPDATED } from "./model.js";
 
 const FOLD_ABOVE = 40; // ranks
 const RECENT = 60e6; // a failure is recent for a minute
-const MAX_UNFOLDED = 4; // nodes that are unfolded by themselves
-const LOW = 22; // the least height of a lane, in pixels
+const MAX_UNFOLDED = 4; // maximum number of nodes that are unfolded automatically
+const LOW = 22; // the minimum height of a lane, in pixels
 const HEADING = 26; // the height of a shard's heading
 
 /** The lanes, their order and the vertical scroll position. */
@@ -24,14 +24,14 @@ export class Lanes {
     this.laneHeight = LOW;
     this.tops = [];
     this.total = 0; // the height of all lanes
-    this.highest = 54; // the height that a lane likes best
+    this.highest = 54; // the preferred height of a lane
     this.focus = null; // the recovery that the viewer jumped to
     this.selected = null; // key of the lane that the keyboard is on
     this.flash = { key: null, until: 0 };
     this.restart();
   }
 
-  /** Forgets what was folded by hand: another run has other nodes. */
+  /** Resets the viewer's folding, because another run has other nodes. */
   restart() {
     this.wantsFolding = null;
     this.byHand = new Map();
@@ -45,7 +45,7 @@ export class Lanes {
     return this.wantsFolding ?? worldSize > FOLD_ABOVE;
   }
 
-  /** Brings the list up to date; cheap when nothing has changed. */
+  /** Updates the list. It is cheap if nothing has changed. */
   refresh(now) {
     const { changed } = this.model;
     const second = Math.floor(now / 1e6);
@@ -67,7 +67,7 @@ export class Lanes {
     this.layout(this.height);
   }
 
-  /** All ranks; where they hold different shards those of a shard together, below its heading. */
+  /** The lanes of all ranks. If ranks hold different shards, they are grouped below the headings of shards. */
   byShard() {
     const { replicas } = this.model;
     if (replicas.size === 0) return this.ranks(this.allRanks());
@@ -126,7 +126,7 @@ export class Lanes {
     ];
   }
 
-  /** Nodes to look at, most urgent first, each with why. */
+  /** The nodes that need attention, most urgent first, each with the reason. */
   attention(now) {
     const nodes = new Map();
     const mark = (rank, why) => {
@@ -143,8 +143,8 @@ export class Lanes {
   }
 
   /**
-   * What stands beside a lane's name.
-   * @param {number} moment the state of then, not of now, if the viewer looks at older time
+   * The texts beside a lane's name.
+   * @param {number} moment the time of the state, which is in the past if the viewer looks at older time
    * @returns {{state: string, tone: string, detail: string, warning: string}}
    */
   words(lane, moment, isLive) {
@@ -174,7 +174,7 @@ export class Lanes {
     return { ...words, state: isLost ? "⚡ lost" : "recovering", tone: isLost ? "failure" : "takes" };
   }
 
-  /** Which worker held a rank at this moment, and the step of its parameters. */
+  /** The worker that held a rank at this time, and the step of its parameters. */
   entryOf(rank, moment) {
     if (this.partsOf !== moment) [this.partsOf, this.parts] = [moment, this.model.parts(moment - 1, moment).parts];
     for (const { store, to } of this.parts) {
@@ -187,7 +187,7 @@ export class Lanes {
     return null;
   }
 
-  /** Shares the height out among the lanes. */
+  /** Distributes the height among the lanes. */
   layout(height) {
     this.height = height;
     const headings = this.numHeadings;
@@ -207,7 +207,7 @@ export class Lanes {
     return lane.kind === "shard" ? HEADING : this.laneHeight;
   }
 
-  /** @returns {number} the height at which no lane would have to be smaller than it likes, at most `most` */
+  /** @returns {number} the height at which all lanes have their preferred height, at most `most` */
   wanted(most) {
     const headings = this.numHeadings;
     return Math.min(most, headings * HEADING + Math.max(3, this.list.length - headings) * this.highest);
@@ -223,7 +223,7 @@ export class Lanes {
     return this.tops[i] - this.scroll;
   }
 
-  /** @returns {[number, number]} the first and the last lane of which something is visible */
+  /** @returns {[number, number]} the first and the last lane that are at least partly visible */
   visible() {
     const first = this.indexAt(this.scroll);
     const last = this.indexAt(this.scroll + this.height - 1);
@@ -241,7 +241,7 @@ export class Lanes {
     return this.list[this.indexAt(y + this.scroll)] ?? null;
   }
 
-  /** @returns {number} where a rank is drawn: its own lane, or that of its node; -1 if there is none */
+  /** @returns {number} index of a rank's lane or of its node's lane; -1 if there is none */
   indexOfRank(rank) {
     return this.index.get(`rank ${rank}`) ?? this.index.get(this.model.holders.get(rank)?.node) ?? -1;
   }
@@ -257,14 +257,14 @@ export class Lanes {
     else if (lane?.kind === "rank" && this.isFolding && lane.node) this.byHand.set(lane.node, true);
   }
 
-  /** Lanes by node, or a lane per rank. */
+  /** Switches between a lane per node and a lane per rank. */
   toggleFolding() {
     this.wantsFolding = !this.isFolding;
     this.byHand.clear();
     this.scroll = 0;
   }
 
-  /** Moves the keyboard's lane up or down and scrolls it into view. */
+  /** Moves the keyboard's selection up or down and scrolls it into view. */
   select(step) {
     const at = this.list.findIndex((lane) => lane.key === this.selected);
     const next =
@@ -287,7 +287,7 @@ export class Lanes {
   }
 
   /**
-   * Looks for a rank by its number, or a node by its name, and shows it.
+   * Finds a rank by its number, or a node by its name, and shows it.
    * @returns {boolean} whether it was found
    */
   find(text, now) {
@@ -311,14 +311,14 @@ export class Lanes {
   }
 }
 
-/** Who holds a shard, in a few words. */
+/** The number of a shard's replicas, as text. */
 function replicasOf({ ranks }) {
   return ranks.length === 1 ? "no replica" : `${ranks.length} replicas`;
 }
 
 /**
- * Gives each spare process one of the spares' lanes, so that a lane shows one after the other. A process that comes when
- * all lanes are taken gets the one that becomes free first.
+ * Assigns each spare process to one of the spares' lanes. A lane shows several processes one after the other. If all
+ * lanes are taken, a new process gets the lane that becomes free first.
  */
 function assignSlots(spares, slots) {
   const freeFrom = new Array(slots).fill(-1);
@@ -327,7 +327,7 @@ function assignSlots(spares, slots) {
     let slot = freeFrom.findIndex((free) => free <= spare.from);
     if (slot < 0) slot = freeFrom.indexOf(Math.min(...freeFrom));
     spare.slot = slot;
-    // When a process of long ago was started is not known; it is shown from when its lane was free.
+    // The start of an old process may be unknown; it is shown from when its lane became free.
     spare.shownFrom = Math.max(spare.from, freeFrom[slot]);
     freeFrom[slot] = spare.until;
   }

@@ -1,18 +1,18 @@
 /**
- * What the page knows of the run: the newest state, and who was in which phase when.
+ * The page's data of the run: the newest state, and the phases of all ranks over time.
  *
- * All times are microseconds since the run's start. Phases live in rings of typed arrays, so that a page that stays open
- * for days keeps the memory it had after a minute; older time is fetched again when a viewer looks at it.
+ * All times are microseconds since the run's start. Phases are in ring buffers of typed arrays, so the memory of a page
+ * stays constant for days. The page requests older phases again when the viewer looks at them.
  */
 
 export const PHASES = ["starting", "forward", "backward", "synced", "optimizer", "updated"];
 export const [STARTING, FORWARD, BACKWARD, SYNCED, OPTIMIZER, UPDATED] = [0, 1, 2, 3, 4, 5];
-export const [BEGUN, COMPLETE, LOADED] = [6, 7, 8]; // what becomes of a snapshot, among the phases
+export const [BEGUN, COMPLETE, LOADED] = [6, 7, 8]; // moments of a snapshot, numbered after the phases
 const NUM_PHASES = PHASES.length;
 const NUM_EVENTS = 400;
 const NUM_WINDOWS = 6;
 
-/** The entries of one lane in order of time; the oldest fall out when it is full. */
+/** The entries of one lane in order of time. When it is full, new entries replace the oldest. */
 export class Ring {
   /** @param {number} capacity a power of two */
   constructor(capacity) {
@@ -49,7 +49,7 @@ export class Ring {
     return (this.start + i) & this.mask;
   }
 
-  /** Adds an entry where its time belongs; an entry of a slow agent may come after newer ones of another worker. */
+  /** Inserts an entry by its time. Entries of a slow agent may arrive after newer ones of another worker. */
   push(t, s, g, w, p) {
     if (this.length > this.mask) {
       if (this.mask + 1 < this.capacity) this.allocate(2 * (this.mask + 1));
@@ -79,8 +79,8 @@ export class Ring {
 }
 
 /**
- * Many ranks folded into one line: per (generation, step) and phase, when the first and the last of them entered it.
- * It does not depend on the order in which the ranks' entries arrive, so a slow agent does no harm.
+ * Many ranks folded into one lane: for each (generation, step) and phase, when the first and the last rank entered it.
+ * The result does not depend on the order in which entries arrive, so slow agents do no harm.
  */
 export class StepFold {
   constructor(capacity) {
@@ -118,7 +118,7 @@ export class StepFold {
     else if (t > this.last[at]) this.last[at] = t;
   }
 
-  /** @returns {number} how many ranks belong to the n-th record: the most that were seen in one phase of it */
+  /** @returns {number} the ranks of the n-th record: the most in one phase of it, or of the one before */
   needed(n) {
     let most = 0;
     for (let m = n; m >= Math.max(this.oldest, n - 1); m--) {
@@ -129,7 +129,7 @@ export class StepFold {
     return most;
   }
 
-  /** @returns {number} a record number from which on everything at or after t is found */
+  /** @returns {number} number of a record from which on the records contain everything at or after t */
   from(t) {
     let [low, high] = [this.oldest, this.newest + 1];
     while (low < high) {
@@ -144,7 +144,7 @@ export class StepFold {
   }
 }
 
-/** The phases of all lanes over one piece of time: a ring per rank and per spare, a fold per node and one for the job. */
+/** The phases of all lanes in a time window: a ring per rank and per spare, a fold per node and one for the job. */
 export class PhaseStore {
   constructor(knownFrom, laneCapacity, foldCapacity, { nodeOf, shardOf }) {
     Object.assign(this, { knownFrom, laneCapacity, foldCapacity, nodeOf, shardOf });
@@ -152,11 +152,11 @@ export class PhaseStore {
     this.spares = new Map();
     this.nodes = new Map();
     this.shards = new Map();
-    this.snapshots = new Map(); // rank -> what became of its snapshots
+    this.snapshots = new Map(); // rank -> ring of the moments of its snapshots
     this.job = new StepFold(foldCapacity);
   }
 
-  /** Appends a columnar batch; `after` leaves out what is already known of each lane. */
+  /** Appends a columnar batch. With `after`, it skips entries that a lane already has. */
   append({ t, r, w, g, s, p }, after = false) {
     const order = Uint32Array.from(t, (_, i) => i);
     if (t.some((time, i) => i > 0 && time < t[i - 1])) order.sort((a, b) => t[a] - t[b]);
@@ -168,7 +168,7 @@ export class PhaseStore {
       const ring = this.ring(r[i], w[i]);
       const newest = ring.length ? ring.slot(ring.length - 1) : -1;
       if (after && newest >= 0 && t[i] <= ring.t[newest]) continue;
-      // A rank whose step was undone, or that rewound, shows `updated` without an update. That is no progress.
+      // A rank whose step was undone, or that rewound, enters `updated` without an update. That is not progress.
       const undone = newest >= 0 && p[i] === UPDATED && ![STARTING, OPTIMIZER].includes(ring.p[newest]);
       if (ring.length >= this.laneCapacity) this.knownFrom = Math.max(this.knownFrom, ring.t[ring.slot(1)]);
       ring.push(t[i], s[i], g[i], w[i], p[i]);
@@ -201,7 +201,7 @@ export class PhaseStore {
   }
 }
 
-/** Everything the page knows. `changed` counts the changes of each part, so that a panel can see whether to draw again. */
+/** All data of the page. `changed` counts the changes of each part, so that a panel knows whether to draw again. */
 export class Model {
   constructor() {
     this.changed = { run: 0, job: 0, workers: 0, recoveries: 0, events: 0, stragglers: 0, weights: 0 };
@@ -212,21 +212,21 @@ export class Model {
   reset(run) {
     this.run = run;
     this.job = null;
-    this.shards = []; // by rank the number of its shard; empty where all ranks hold the same
+    this.shards = []; // shard number of each rank; empty if all ranks hold the same shard
     this.now = 0;
     this.workers = [];
     this.recoveries = [];
     this.stragglers = [];
-    this.weights = []; // what is published, by folder
+    this.weights = []; // the published weights of each folder
     this.events = [];
     this.overview = null;
-    this.windows = []; // older time that was asked for: {begin, end, store}
+    this.windows = []; // requested windows of older time: {begin, end, store}
     this.mostAtOnce = Infinity; // microseconds of phases that one request can bring
     this.holders = new Map(); // rank -> worker's row
     this.byWorker = new Map();
     this.spares = new Map(); // worker -> {worker, from, until, slot}
     this.deaths = new Map(); // worker -> when it was lost
-    this.undoneFrom = new Map(); // generation -> the first step of it that was undone
+    this.undoneFrom = new Map(); // generation -> its first undone step
     this.begun = []; // when each recovery began, sorted
     this.live = this.store(0);
     for (const part of Object.keys(this.changed)) this.changed[part]++;
@@ -240,7 +240,7 @@ export class Model {
   }
 
   /**
-   * Takes a snapshot: the whole state. What is known of the same run is kept.
+   * Processes a snapshot, the whole state. Older data of the same run is kept.
    * @returns {boolean} whether it is another run than the one shown so far
    */
   snapshot(message) {
@@ -259,7 +259,7 @@ export class Model {
     return isOther;
   }
 
-  /** Takes an update: only what changed. */
+  /** Processes an update, which has only the changed parts. */
   update(message) {
     this.now = Math.max(this.now, message.now);
     for (const part of ["run", "job", "stragglers", "weights"]) {
@@ -318,7 +318,7 @@ export class Model {
     }
     this.undoneFrom.clear();
     this.recoveries.sort((a, b) => a.number - b.number);
-    // A recovery that a newer one took over from was over when that one began.
+    // A superseded recovery ended when the newer one began.
     this.recoveries.forEach((recovery, i) => {
       const next = this.recoveries[i + 1];
       recovery.until = recovery.resumed ?? (recovery.superseded ? (next?.begun ?? null) : null);
@@ -336,7 +336,7 @@ export class Model {
     return spare;
   }
 
-  /** Adds phases of older time that were asked for. */
+  /** Adds requested phases of older time. */
   addWindow({ begin, end, truncated, phases }) {
     const from =
       truncated && phases.t.length
@@ -352,7 +352,7 @@ export class Model {
     store.append(phases);
     store.knownFrom = from;
     this.changed.workers++;
-    // An answer that was cut short says how much time one request can bring.
+    // A truncated answer shows how much time one request can cover.
     if (truncated) this.mostAtOnce = Math.max(1e5, 0.8 * (end - from));
     this.windows = this.windows.filter((known) => known.begin < from || known.end > end);
     this.windows.push({ begin: from, end, store });
@@ -360,8 +360,9 @@ export class Model {
   }
 
   /**
-   * Which store answers for which piece of a stretch of time, in order of time.
-   * @returns {{parts: {store: PhaseStore, from: number, to: number}[], missing: number[]|null}} `missing`: the first gap
+   * The stores that cover the parts of a time window, in order of time.
+   * `missing` is the first gap.
+   * @returns {{parts: {store: PhaseStore, from: number, to: number}[], missing: number[]|null}}
    */
   parts(begin, end) {
     const parts = [];
@@ -381,7 +382,7 @@ export class Model {
     return { parts, missing: missing && missing[1] > missing[0] ? missing : null };
   }
 
-  /** @returns {number} when a phase entered at t by this worker was cut off at the latest: its death, or a recovery */
+  /** @returns {number} the latest end of a phase that this worker entered at t: its death or the next recovery */
   cutAfter(t, worker) {
     let [low, high] = [0, this.begun.length];
     while (low < high) {
@@ -394,7 +395,7 @@ export class Model {
     return Math.min(begun, death >= t ? death : Infinity);
   }
 
-  /** @returns {boolean} whether what a rank did in this step of this generation was thrown away by a recovery */
+  /** @returns {boolean} whether a recovery has undone this step of this generation */
   isUndone(generation, step) {
     if (!this.undoneFrom.has(generation)) {
       const next = this.recoveries.find(
@@ -405,14 +406,14 @@ export class Model {
     return step >= this.undoneFrom.get(generation);
   }
 
-  /** @returns {Map<number, number[]>} shard -> the ranks that hold it, as they follow each other */
+  /** @returns {Map<number, number[]>} shard -> the ranks that hold it, in order */
   get replicas() {
     const groups = new Map();
     this.shards.forEach((shard, rank) => groups.set(shard, [...(groups.get(shard) ?? []), rank]));
     return groups;
   }
 
-  /** @returns {object|null} the recovery that is going on */
+  /** @returns {object|null} the current recovery */
   get activeRecovery() {
     const last = this.recoveries.at(-1);
     return last && last.resumed === null && !last.superseded && !this.run?.ended ? last : null;
@@ -438,7 +439,7 @@ function groupByRank(spans) {
   return groups;
 }
 
-/** @returns {string} a moment of the run, like 1:02:03.450, with as many digits as `unit` (microseconds) asks for */
+/** @returns {string} a time of the run, such as 1:02:03.450, with enough digits for `unit` (microseconds) */
 export function clock(time, unit = 1000) {
   const digits = unit >= 1e6 ? 0 : Math.min(6, Math.ceil(-Math.log10(unit / 1e6) - 1e-9));
   const total = Math.max(0, Math.round(time / 10 ** (6 - digits))) / 10 ** digits;
@@ -448,7 +449,7 @@ export function clock(time, unit = 1000) {
   return `${hours ? `${hours}:${String(minutes).padStart(2, "0")}` : minutes}:${seconds}`;
 }
 
-/** @returns {string} a duration with a unit that suits it */
+/** @returns {string} a duration with a suitable unit */
 export function duration(time) {
   if (time < 1000) return `${Math.round(time)} µs`;
   if (time < 99950) return `${(time / 1000).toFixed(1)} ms`;

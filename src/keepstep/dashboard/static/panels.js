@@ -1,4 +1,4 @@
-/** Everything around the canvas: header, cards, the sentence about the last incident, the lists, tooltip and help. */
+/** The elements around the canvas: header, cards, the sentence about the last incident, lists and notes. */
 
 import { SPAN_LABELS } from "./bars.js";
 import { clock, duration } from "./model.js";
@@ -21,7 +21,7 @@ const NUM_ROWS = 300;
 
 export const $ = (id) => document.getElementById(id);
 
-/** Makes an element; texts are always set as text, never as markup. */
+/** Creates an element. Texts are always set as text, never as markup. */
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -32,12 +32,12 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-/** Sets a text only if it is another one, so that screen readers and the layout are left alone. */
+/** Sets a text only if it has changed, to avoid announcements of screen readers and layout work. */
 function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** All panels. `actions` has: jump(recovery), find(text). */
+/** All panels. `actions` must have jump(recovery) and find(text). */
 export class Panels {
   constructor(model, view, lanes, actions) {
     Object.assign(this, { model, view, lanes, actions });
@@ -91,7 +91,7 @@ export class Panels {
     card.className = `card ${tone}`;
   }
 
-  /** Draws what has changed; called a few times a second. */
+  /** Draws the changed panels. Called a few times a second. */
   draw(now) {
     const { changed } = this.model;
     this.drawHead();
@@ -147,7 +147,7 @@ export class Panels {
     this.setCard("gap", gap === undefined ? "–" : milliseconds(gap), gap === undefined ? "" : "ms");
   }
 
-  /** One sentence that says what happened last, for a viewer who has never seen this page. */
+  /** Shows the last incident in one sentence, for viewers who do not know this page. */
   drawIncident(now) {
     const { model } = this;
     const last = model.recoveries.at(-1);
@@ -169,7 +169,7 @@ export class Panels {
     }
     $("incident").className = `incident ${kind}`;
     setText($("incident-sign"), sign);
-    // The age changes every second, so it stands outside of what screen readers announce.
+    // The age changes every second, so it is outside of the element that screen readers announce.
     setText($("incident-ago"), kind === "recovered" ? `${this.agoOf(last, now)}: ` : "");
     setText($("incident-text"), text);
     $("incident-show").hidden = !last;
@@ -353,7 +353,7 @@ export class Panels {
     $("fold").setAttribute("aria-pressed", String(this.lanes.isFolding));
   }
 
-  /** Shows how the page is connected. */
+  /** Shows the state of the connection. */
   drawConnection({ state, silentFor }) {
     const texts = {
       connecting: "connecting …",
@@ -379,7 +379,7 @@ export class Panels {
     $("gate").hidden = state !== "denied";
   }
 
-  /** A short note over the timeline. */
+  /** Shows a short note over the timeline. */
   note(text) {
     setText($("note"), text);
     $("note").hidden = false;
@@ -388,7 +388,7 @@ export class Panels {
   }
 }
 
-/** How many steps came again, and whether any rank went back to a snapshot. */
+/** The number of recomputed steps, and whether a rank loaded a snapshot, as text. */
 function againText({ steps_recomputed: again, origins }) {
   const loaded = Object.values(origins).includes("snapshot in memory") ? " · snapshot" : "";
   return (again ? `${plural(again, "step")} recomputed` : "none recomputed") + loaded;

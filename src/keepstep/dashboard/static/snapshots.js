@@ -1,11 +1,11 @@
 /**
- * Snapshots, below the bars of a rank's lane: a line from the moment at which one began to a diamond when it was complete,
- * and a dotted line from the one that a recovery used to the moment at which it was loaded.
+ * Snapshots below the bars of a rank's lane: a line from the start of a snapshot to a diamond at its completion, and a
+ * dotted line from a snapshot that a recovery used to the time at which it was loaded.
  */
 
 import { BEGUN, COMPLETE, LOADED } from "./model.js";
 
-/** The snapshots of one rank between two moments, one that is not complete yet or was cut off without an end. */
+/** Visits the snapshots of one rank between two times. A snapshot that is not complete, or was cut off, has no end. */
 export function eachSnapshot(ring, from, to, visit) {
   for (let i = Math.max(0, ring.before(from) - 1); i < ring.length; i++) {
     const slot = ring.slot(i);
@@ -17,7 +17,7 @@ export function eachSnapshot(ring, from, to, visit) {
   }
 }
 
-/** The snapshots that were loaded between two moments, each with the moment at which it had been complete, if known. */
+/** Visits the snapshots that were loaded between two times, each with the time of its completion, if known. */
 export function eachLoad(ring, from, to, visit) {
   for (let i = Math.max(0, ring.before(from)); i < ring.length; i++) {
     const slot = ring.slot(i);
@@ -32,7 +32,7 @@ export function eachLoad(ring, from, to, visit) {
   }
 }
 
-/** Draws them into the strip below the bars, from y on and so high. */
+/** Draws the snapshots of a lane into the strip below its bars, which begins at y. */
 export function drawSnapshots(timeline, lane, parts, y, height) {
   const { context, colors, view, now } = timeline;
   const middle = Math.round(y + height / 2) + 0.5;

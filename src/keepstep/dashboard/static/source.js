@@ -1,10 +1,10 @@
-/** Where the page's data comes from: the dashboard's server while a run goes on, or, in a report, the page itself. */
+/** The source of the page's data: the dashboard's server, or in a report the page itself. */
 
-/** The server: the state when the page opens, then what changes; older phases when they are asked for. */
+/** The dashboard's server. It sends the whole state first, then updates; older phases on request. */
 class Server {
   isLive = true;
 
-  /** Connects, again if need be. `on` has: snapshot(message), update(message), error(). */
+  /** Connects or reconnects. `on` must have snapshot(message), update(message) and error(). */
   listen(on) {
     this.close();
     this.events = new EventSource("api/stream");
@@ -33,7 +33,7 @@ class Server {
   }
 }
 
-/** A report: everything is there from the beginning, and nothing changes. */
+/** A report. It contains all data from the start, and nothing changes. */
 class Report {
   isLive = false;
 

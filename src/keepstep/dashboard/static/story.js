@@ -1,4 +1,4 @@
-/** What only a report has: the run in one line, each recovery in words, and what a checkpoint-restart would have lost. */
+/** The parts that only a report has: the run in one line, each recovery in words, the cost of checkpoint-restart. */
 
 import { duration } from "./model.js";
 import { $, element } from "./panels.js";

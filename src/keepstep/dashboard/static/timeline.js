@@ -1,4 +1,4 @@
-/** Draws the timeline: time axis, lanes with their names, gradient barriers, and the state of the parameters. */
+/** The timeline: time axis, lanes with their names, gradient barriers, and the state of the parameters. */
 
 import { drawBand, drawShardBand } from "./band.js";
 import {
@@ -19,7 +19,7 @@ import { source } from "./source.js";
 export const GUTTER = 192; // for the lanes' names, at the left
 export const AXIS = 40;
 const BAND = 34;
-const COARSE = 7; // pixels per step below which single phases cannot be told apart
+const COARSE = 7; // below this many pixels per step, single phases cannot be distinguished
 const SECOND = 1e6;
 const TICKS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400].map(
   (s) => s * SECOND,
@@ -46,13 +46,13 @@ function fit(canvas, context) {
   return [width, height];
 }
 
-/** The big canvas. */
+/** Draws the timeline on its canvas. */
 export class Timeline {
   constructor(canvas, model, lanes, view) {
     Object.assign(this, { canvas, model, lanes, view });
     this.context = canvas.getContext("2d", { alpha: false });
     this.hover = null; // {x, y} of the pointer
-    this.missing = null; // a stretch of time whose phases are not here
+    this.missing = null; // a time window whose phases must be requested
   }
 
   recolor(colors) {
@@ -60,12 +60,12 @@ export class Timeline {
     this.bars = new Bars(this.context, colors);
   }
 
-  /** @returns {number} the height of the band of the parameters; where ranks hold shards each shard has its own */
+  /** @returns {number} the height of the parameters' band; 0 with shards, because each shard has its own band */
   get band() {
     return this.lanes.hasShards ? 0 : BAND;
   }
 
-  /** @returns {number} the height it would like */
+  /** @returns {number} the preferred height, at most `most` */
   wantedHeight(most) {
     return AXIS + this.band + this.lanes.wanted(most - AXIS - this.band);
   }
@@ -93,7 +93,7 @@ export class Timeline {
     this.fill(colors.surface, 0, 0, this.width, this.height);
     if (!this.model.live) return;
     const { parts, missing } = this.model.parts(view.begin, Math.min(view.end, now));
-    // Single phases are not drawn where they would be too thin, nor where too many would have to be fetched.
+    // Single phases are not drawn if they would be too thin, or if too many would have to be requested.
     this.isCoarse = this.pixelsPerStep < COARSE || view.length > 4 * this.model.mostAtOnce;
     this.missing = this.isCoarse ? null : missing;
     this.seen = this.model.recoveries.filter((r) => r.since <= view.end && (r.until ?? now) >= view.begin);
@@ -209,7 +209,7 @@ export class Timeline {
     }
   }
 
-  /** From far away a lane only says that it was training; the recoveries are drawn over it. */
+  /** Draws a lane at low zoom: only that it was training. Recoveries are drawn over it. */
   drawCoarse(lane, y, h) {
     const { steps, bucket } = this.model.overview ?? {};
     const begin = steps
@@ -239,7 +239,7 @@ export class Timeline {
     const end = recovery.until ?? this.now;
     if (this.x(end) - this.x(recovery.since) < 10) return;
     const spans = lane.kind === "node" ? foldSpans(lane.ranks, recovery) : (recovery.byRank.get(lane.rank) ?? []);
-    // Of a large job the server may leave out the parts of ranks to which nothing special happened.
+    // In a large job the server may leave out the parts of ranks without special events.
     if (spans.length === 0) bars.span("wait", SPAN_LABELS.wait, this.x(recovery.begun), this.x(end), y, h);
     for (const span of spans) {
       const [x0, x1] = [this.x(span.begin), this.x(Math.min(span.end ?? this.now, end))];

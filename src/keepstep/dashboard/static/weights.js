@@ -1,4 +1,4 @@
-/** The panel of published weights: for each folder its versions, its consumers, how fast it was, and what failed. */
+/** The panel of published weights: versions, consumers, speed and failures of each folder. */
 
 import { duration } from "./model.js";
 import { $, element } from "./panels.js";
@@ -7,7 +7,7 @@ import { plural } from "./words.js";
 const NUM_FAILURES = 5;
 let shown = -1;
 
-/** Draws what has changed; the panel is there in jobs that publish weights. */
+/** Draws the panel if the weights have changed. Only jobs that publish weights have it. */
 export function drawWeights({ changed, weights }) {
   if (shown === changed.weights) return;
   shown = changed.weights;
@@ -66,7 +66,7 @@ function speedText({ committed, broken_off: broken, lost_consumers: lost, bytes,
   return speed + counts.join(", ");
 }
 
-/** What broke off says itself which version that was. */
+/** The text of a failure. The text of an aborted update already names its version. */
 const failureText = ({ age_s: age, version, text }) =>
   `▲ ${ago(age)}, ${text.startsWith("version ") ? "" : `version ${version}: `}${text}`;
 

@@ -14,7 +14,7 @@ export const milliseconds = (value) =>
       ? Math.round(value).toLocaleString("en")
       : value.toFixed(1);
 
-/** Who was lost, in a few words: "rank 3", "ranks 8 to 15", "ranks 1, 5". */
+/** The lost ranks as text: "rank 3", "ranks 8 to 15", "ranks 1, 5". */
 export function whoWasLost({ failures, cause }) {
   const ranks = failures.map(({ rank }) => rank).sort((a, b) => a - b);
   if (ranks.length === 0) return cause;
@@ -25,12 +25,12 @@ export function whoWasLost({ failures, cause }) {
     : `ranks ${ranks.slice(0, 4).join(", ")}${ranks.length > 4 ? " …" : ""}`;
 }
 
-/** Where the state of some ranks came from, in a few words: "snapshot in memory", "replica and own copy". */
+/** The sources of some ranks' state as text: "snapshot in memory", "replica and own copy". */
 export function originsOf({ origins }, ranks) {
   return [...new Set(ranks.map((rank) => origins?.[rank]).filter(Boolean))].join(" and ") || "…";
 }
 
-/** Where in a step the first rank was lost. */
+/** The place in a step at which the first rank was lost, as text. */
 export function where({ failures }) {
   const [first] = failures;
   if (!first || first.phase === null || first.phase === undefined) return "";
@@ -45,7 +45,7 @@ export function where({ failures }) {
   return ` ${places[first.phase] ?? `in ${first.phase}`} of step ${first.step}`;
 }
 
-/** What failed, who took over, and what it cost. */
+/** A sentence about a recovery: the failure, the replacement, and the cost. */
 export function sentenceOf(recovery) {
   const verb = recovery.failures.length > 1 ? "were" : "was";
   const isLoss = recovery.failures.length > 0;
@@ -55,7 +55,7 @@ export function sentenceOf(recovery) {
   return `${who} ${outcomeOf(recovery)}`;
 }
 
-/** Which ranks went back to what they had saved. */
+/** The ranks that loaded a snapshot or checkpoint, as text. */
 function loadedText({ origins = {}, resume_step: step }) {
   const texts = [
     ["snapshot in memory", `a snapshot of step ${step} in memory`, `their snapshots of step ${step} in memory`],

@@ -1,1 +1,1 @@
-"""A job on several nodes: each an agent, and one of them, or another machine, the controller."""
+"""Runs a job on several nodes: an agent on each, and the controller on one of them or on another machine."""

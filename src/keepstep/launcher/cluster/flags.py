@@ -1,7 +1,7 @@
 """The flags of a job on several nodes, and the settings derived from them.
 
-This module does not import torch, because a controller does not need it and must restart quickly; nor cryptography,
-because `keepstep run` on one node has these flags too.
+This module does not import torch, because a controller does not need it and must restart quickly. It does not import
+cryptography either, because `keepstep run` on one node has these flags too.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from keepstep.protocol.recovery.settings import QUARANTINE_FAILURES, QUARANTINE_
 from keepstep.transports.interface import PATIENCE_S
 
 DEFAULT_PORT = 29400
-"""torchrun's, for a rendezvous endpoint that names none."""
+"""torchrun's default port of a rendezvous endpoint."""
 
 NO_ENGINE, RAY = "none", "ray"
 ENGINE_TIMEOUT_S = 600.0
-"""A cloud takes minutes to bring a machine up."""
+"""A cloud takes minutes to start a machine."""
 
 
 NODES_PER_RELAY = 256
-"""gRPC takes about 0.1 ms of a relay for each message, so these answer an order within some 25 ms."""
+"""gRPC takes about 0.1 ms of a relay's time for each message, so the agents of one relay answer within about 25 ms."""
 MAX_NODES_ALONE = 1024
-"""As many nodes one process serves in the time that benchmarks/results shows."""
+"""Number of nodes that a controller without relays serves; benchmarks/results has the measured times."""
 MAX_RELAYS = 256
 
 
@@ -45,13 +45,14 @@ class Shape:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: it never changes, so what more nodes there are hold spares."""
+        """Number of ranks. It never changes: nodes beyond the minimum hold spares."""
         return self.min_nodes * self.ranks_per_node
 
     def slots(self, asked: int | None) -> int:
-        """How many workers a node has room for.
+        """Returns the number of workers that a node can hold: ``asked`` if it is given.
 
-        Where there are more nodes than the ranks need, the spares are theirs; else they are spread over all.
+        Otherwise the spares use the nodes that the ranks do not need. Those that do not fit there are spread over all
+        nodes.
         """
         if asked is not None:
             return asked
@@ -68,10 +69,10 @@ class Shape:
         return math.ceil(self.world_size / least_nodes)
 
     def recovery(self, arguments: argparse.Namespace) -> RecoverySettings:
-        """What the controller's machine is told.
+        """Returns the settings of the controller's recovery machine.
 
         Raises:
-            ConfigurationError: ``--quarantine`` or ``--min-nodes`` is not what it must be.
+            ConfigurationError: ``--quarantine``, ``--min-nodes`` or ``--grace`` has an invalid value.
         """
         num_failures, window_s = _quarantine_of(arguments.quarantine)
         return RecoverySettings(
@@ -87,7 +88,7 @@ class Shape:
 
 
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of a process that serves as one of several nodes."""
+    """Adds the flags of a process that serves one of several nodes."""
     own = parser.add_argument_group("keepstep on several nodes")
     own.add_argument("--node-name", help="unique name of the node (default: the host's name, and --node-rank)")
     own.add_argument("--domain", default="", help="failure domain of this node: a rack, a switch")
@@ -136,7 +137,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_controller_flags(parser: argparse._ActionsContainer) -> None:
-    """Flags of a process that runs a controller, itself or as a child."""
+    """Adds the flags of a process that runs a controller, itself or as a child process."""
     parser.add_argument(
         "--lease", type=float, default=LEASE_S, metavar="SECONDS",
         help="a node without a heartbeat for this long is evicted (default: %(default)s)",
@@ -158,7 +159,7 @@ def add_controller_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def add_placement_flags(parser: argparse._ActionsContainer) -> None:
-    """Flags of every job that say which place a process is given."""
+    """Adds the flags of every job that control on which node and device a rank is placed."""
     parser.add_argument(
         "--quarantine", default=f"{QUARANTINE_FAILURES}:{QUARANTINE_WINDOW_S:g}", metavar="N:SECONDS|off",
         help="use a node or device that failed N times within SECONDS only if no other spare is left "
@@ -167,12 +168,12 @@ def add_placement_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def add_secret_flag(parser: argparse._ActionsContainer) -> None:
-    """The flag that names the job's secret."""
+    """Adds the flag that names the file with the job's secret."""
     parser.add_argument("--secret-file", help=f"the job's secret (or: the variable {config.SECRET_VARIABLE})")
 
 
 def _bundle(text: str) -> dict[str, float]:
-    """Resources in Ray's words, as ``--ray-bundle`` names them."""
+    """Parses the value of ``--ray-bundle``: Ray resource -> amount."""
     found: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
@@ -186,10 +187,12 @@ def _bundle(text: str) -> dict[str, float]:
 
 
 def grace_of(arguments: argparse.Namespace) -> float:
-    """Seconds from SIGTERM until what still runs is killed: ``--grace``, or the flag that torchrun has from 2.13 on.
+    """Returns the seconds from SIGTERM until remaining processes are killed.
+
+    That is ``--grace``, else torchrun's ``--shutdown-timeout`` (2.13 and newer), else the default.
 
     Raises:
-        ConfigurationError: it is below 0, or no number.
+        ConfigurationError: the value is negative, infinite or not a number.
     """
     asked = arguments.grace
     if asked is None:
@@ -200,10 +203,10 @@ def grace_of(arguments: argparse.Namespace) -> float:
 
 
 def shape_of(nnodes: str, ranks_per_node: int, num_spares: int) -> Shape:
-    """The shape of the job that flags describe.
+    """Returns the shape of the job that the flags describe.
 
     Raises:
-        ConfigurationError: ``--nnodes`` is neither a number nor MIN:MAX.
+        ConfigurationError: ``--nnodes`` is neither a number nor MIN:MAX, or another number is too small.
     """
     try:
         least, _, most = nnodes.partition(":")
@@ -220,7 +223,7 @@ def shape_of(nnodes: str, ranks_per_node: int, num_spares: int) -> Shape:
 
 
 def num_relays_for(num_nodes: int) -> int:
-    """How many relays a controller of so many nodes has by default: none where one process holds all connections."""
+    """Returns the default number of relays for this many nodes; 0 if the controller holds all connections itself."""
     return 0 if num_nodes <= MAX_NODES_ALONE else math.ceil(num_nodes / NODES_PER_RELAY)
 
 
@@ -238,10 +241,10 @@ def _quarantine_of(text: str) -> tuple[int, float]:
 
 
 def place_of(arguments: argparse.Namespace, shape: Shape, endpoint: str) -> NodePlace:
-    """Where this node stands.
+    """Returns this node's place in the job.
 
     Raises:
-        ConfigurationError: a flag names something that cannot be, or the endpoint's host is unknown.
+        ConfigurationError: a flag has an invalid value, or this machine has no route to the endpoint.
     """
     slots = shape.slots(arguments.slots_per_node)
     if slots < 1:
@@ -267,10 +270,10 @@ def place_of(arguments: argparse.Namespace, shape: Shape, endpoint: str) -> Node
 
 
 def endpoint_of(flag: str, text: str) -> str:
-    """HOST:PORT, with torchrun's default for the port.
+    """Returns an endpoint as HOST:PORT, with torchrun's default if ``text`` has no port.
 
     Raises:
-        ConfigurationError: it is no such thing.
+        ConfigurationError: ``text`` is not an endpoint; the message names ``flag``.
     """
     host, port = split(text)
     if not host or not 1 <= port <= 65535:
@@ -279,7 +282,7 @@ def endpoint_of(flag: str, text: str) -> str:
 
 
 def split(endpoint: str) -> tuple[str, int]:
-    """Host and port of ``HOST``, ``HOST:PORT`` or ``[HOST]:PORT``; port 0 where it is no number."""
+    """Returns host and port of ``HOST``, ``HOST:PORT`` or ``[HOST]:PORT``. The port is 0 if it is not a number."""
     host, colon, port = endpoint.rpartition(":")
     if not colon or endpoint.endswith("]"):
         return endpoint.strip("[]"), DEFAULT_PORT
@@ -287,7 +290,7 @@ def split(endpoint: str) -> tuple[str, int]:
 
 
 def owns(endpoint: str) -> bool:
-    """Whether the endpoint is an address of this machine where no process listens yet."""
+    """Whether this process can bind the endpoint: its host is this machine, and the port is free."""
     host, port = split(endpoint)
     for family, kind, _, _, address in _resolved(host, port):
         with socket.socket(family, kind) as probe:
@@ -301,7 +304,7 @@ def owns(endpoint: str) -> bool:
 
 
 def _address_towards(endpoint: str) -> str:
-    """The address of this machine from which the endpoint is reached; nothing is sent."""
+    """Returns this machine's own address on the route to the endpoint. Sends nothing."""
     host, port = split(endpoint)
     for family, _, _, _, address in _resolved(host, port):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""The controller of a job as a child process on the node that owns the endpoint; restarted when it dies."""
+"""Runs a job's controller as a child process on the node that owns the endpoint, and restarts it when it dies."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from keepstep.trace.record import runfolder
 
 MAX_QUICK_DEATHS = 10
 QUICK_S = 5.0
-"""A controller that dies by itself so soon so often in a row will do it again."""
+"""A controller that dies within this time counts as a quick death. After more than `MAX_QUICK_DEATHS` of them in a row,
+keepstep gives up."""
 EXIT_USAGE = 2
-"""Of a controller that cannot be run as asked; no job ends with it."""
+"""Exit code of a controller that a `ConfigurationError` has ended. No job ends with this code."""
 EXIT_SUPERSEDED = 77
-"""Of a controller that cannot show any more that it serves its run; no job ends with it."""
+"""Exit code of a controller that has lost the lease of its run. No job ends with this code."""
 END_DEADLINE_S = 20.0
-"""It waits for its agents for ten seconds at most when the job ends, and writes a report."""
+"""When the job ends, the controller waits up to ten seconds for its agents and then writes a report."""
 
 
 class HostedController:
-    """A controller that lives as long as its job: when its process dies, another one is started."""
+    """Keeps a job's controller running: when its process dies, it starts another one."""
 
     def __init__(self, command: tuple[str, ...], run_dir: Path, secret: str) -> None:
         """Args:
-        command: its command line, without what says that it continues.
-        run_dir: where it keeps its journal.
-        secret: of the job; it goes into the environment, which only this user can read.
+        command: its command line, without ``--continue`` or ``--standby``.
+        run_dir: folder of its journal.
+        secret: the job's secret. The child gets it in its environment, which only this user can read.
         """
         self._command = command
         self._run_dir = run_dir
@@ -43,10 +44,10 @@ class HostedController:
         self._is_draining = False
 
     async def run(self) -> int:
-        """Keeps it running until the job has ended; returns the job's exit code.
+        """Keeps the controller running until the job has ended. Returns the job's exit code.
 
         Raises:
-            ConfigurationError: it does not come up, or dies again and again.
+            ConfigurationError: the controller exits with `EXIT_USAGE`, or dies too often in a row.
         """
         num_quick = 0
         again: tuple[str, ...] = ()
@@ -57,7 +58,7 @@ class HostedController:
                 raise ConfigurationError("the controller of the job did not start")
             if self._is_ending or self._has_ended():
                 return code
-            is_own = code != -signal.SIGKILL  # a kill from outside says nothing of how the next one will fare
+            is_own = code != -signal.SIGKILL  # a SIGKILL comes from outside; the next process may survive
             num_quick = num_quick + 1 if is_own and time.monotonic() < started_s + QUICK_S else 0
             if num_quick > MAX_QUICK_DEATHS:
                 raise ConfigurationError(f"the controller of the job died {num_quick} times in a row")
@@ -67,13 +68,13 @@ class HostedController:
             again += ("--drain",) if self._is_draining else ()
 
     def drain(self) -> None:
-        """Has it drain the job. One that is just being started again hears of it when it is."""
+        """Tells the controller to drain the job. If it is being restarted, the new process gets ``--drain``."""
         self._is_draining = True
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
     async def end(self) -> None:
-        """Has it end the job at once, and waits until it has; kills it if it does not."""
+        """Tells the controller to end the job at once and waits for its exit. Kills it at the deadline."""
         self._is_ending = True
         process = self._process
         if process is None or process.poll() is not None:
@@ -93,7 +94,7 @@ class HostedController:
 
 
 async def ended_or_killed(process: subprocess.Popen[bytes], deadline_s: float) -> None:
-    """Waits for the end of a process that was told to end; kills it at the deadline."""
+    """Waits for the exit of a process. Kills it at the deadline."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(deadline_s):
             await ended(process)
@@ -103,7 +104,7 @@ async def ended_or_killed(process: subprocess.Popen[bytes], deadline_s: float) -
 
 
 async def ended(process: subprocess.Popen[bytes]) -> int:
-    """Waits for the end of a process, without a thread."""
+    """Waits for the exit of a process, without a thread. Returns its exit code."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
     descriptor = os.pidfd_open(process.pid)

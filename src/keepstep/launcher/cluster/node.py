@@ -1,4 +1,4 @@
-"""One node's part of a job on several: an agent, and on the node that owns the endpoint the job's controller."""
+"""One node's part of a job on several nodes: its agent and, on the node that owns the endpoint, the controller."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from keepstep.trust.credentials import Credentials
 _T = TypeVar("_T")
 
 DEPART_S = 2.0
-"""How long a node that is told to end waits until the controller has heard so. If none is there, its lease runs out."""
+"""How long a node that leaves waits for the controller's acknowledgement. Without one, its lease expires later."""
 LAST_WORDS_S = 10.0
-"""How long the end of the job may take to be acknowledged, and the controller to follow."""
+"""How long, at the end of the job, this node waits for each acknowledgement and for the controller's exit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,29 +36,29 @@ class NodeOptions:
 
     agent: AgentSettings
     endpoints: tuple[str, ...]
-    """HOST:PORT where the controller may be."""
+    """HOST:PORT of the controller and of its standbys."""
     credentials: Credentials
     host_name: str | None
-    """What the controller's certificate is made out to; None: to its address."""
+    """The name in the controller's certificate; None: its address."""
     patience_s: float
     """How long the node waits for a controller that it cannot reach."""
     grace_s: float
-    """From a SIGTERM until the node leaves the job, if its ranks have not moved to other nodes by then."""
+    """Time after SIGTERM at which the node leaves the job even if its ranks have not moved to other nodes."""
     weights: HostedWeights | None = None
-    """What joins this node's publishers to those of others."""
+    """The server that connects this node's publishers to those of other nodes."""
 
 
 def run_node(options: NodeOptions, hosted: HostedController | None = None) -> EndJob:
     """Serves a job on this node until it has ended.
 
-    SIGTERM drains the job on the node that hosts its controller, and on another one the node: its ranks train on until
-    spares of other nodes take them. A second SIGTERM, SIGINT, SIGHUP and SIGQUIT end the
-    job, or the node's part, at once.
+    SIGTERM on the node that hosts the controller drains the job. On any other node it drains that node: its ranks
+    continue until spares of other nodes take them. A second SIGTERM, SIGINT, SIGHUP and SIGQUIT end the job, or the
+    node's part of it, at once.
 
     Raises:
-        ConfigurationError: the controller does not let this node in, or does not come up; or another process of this
-            machine serves the node.
-        PeerLost: no controller was reachable for too long.
+        ConfigurationError: the controller refuses this node or does not start, or another process of this machine
+            serves the node.
+        PeerLost: the node could not reach a controller for too long.
     """
     with _only_one(options):
         return asyncio.run(_run(options, hosted))
@@ -66,10 +66,10 @@ def run_node(options: NodeOptions, hosted: HostedController | None = None) -> En
 
 @contextlib.contextmanager
 def _only_one(options: NodeOptions) -> Iterator[None]:
-    """Holds a name in the kernel for as long as this process lives.
+    """Ensures that no other process of this machine serves the node, by binding an abstract Unix socket.
 
-    Of two agents of one node the controller would take the later one for the first one's next life, and end that. Who
-    has not the token cannot guess the name.
+    The controller would take a second agent of a node for a restart of the first one, and would end the first one.
+    Processes without the token cannot guess the socket's name.
     """
     seal = hashlib.sha256(" ".join((*options.endpoints, options.credentials.token)).encode()).hexdigest()
     with socket.socket(socket.AF_UNIX) as held:
@@ -96,7 +96,7 @@ async def _run(options: NodeOptions, hosted: HostedController | None) -> EndJob:
 
 
 class _Part:
-    """What runs on this node: an agent, its connection to the controller, and perhaps the controller."""
+    """The parts that run on this node: the agent, its connection to the controller, and perhaps the controller."""
 
     def __init__(
         self, agent: Agent, connection: RpcControllerConnection, hosted: HostedController | None, options: NodeOptions
@@ -124,9 +124,9 @@ class _Part:
         if signals.drain.done() and not (connecting.done() or serving.done() or signals.stop.done()):
             await self._drain(connecting, serving, signals, hosting)
         if connecting.done():
-            connecting.result()  # the controller does not let this node in, or was not to be reached
+            connecting.result()  # raises: the controller has refused this node, or was unreachable
         if hosting is not None and hosting.done():
-            hosting.result()  # it did not come up
+            hosting.result()  # raises: it did not start
         if serving.done() and self._agent.left is None and hosting is not None and not hosting.done():
             serving.result()
             print("keepstep: the workers of this node are lost; its controller goes on", file=sys.stderr, flush=True)
@@ -145,7 +145,7 @@ class _Part:
         signals: EndSignals,
         hosting: asyncio.Task[int] | None,
     ) -> None:
-        """Until the job, or this node's part of it, has been drained, or the grace period is over."""
+        """Drains the job or this node. Returns when that is done, or after the grace period."""
         others = [each for each in (connecting, serving, signals.stop, hosting) if each is not None]
         reason = ended_by(signals.drain.result()).reason
         if self._hosted is not None:
@@ -165,7 +165,7 @@ class _Part:
         hosting: asyncio.Task[int] | None,
         signals: EndSignals,
     ) -> EndJob:
-        """The job has ended, or this node's part of it: has the rest end in order, and says how it ended."""
+        """Waits for the agent, the connection and the controller to end in this order. Returns how the job ended."""
         if self._hosted is not None:
             await asyncio.wait({serving}, timeout=LAST_WORDS_S)
         if serving.done():
@@ -183,7 +183,7 @@ class _Part:
         return signals.ended() or self._agent.deserted() or EndJob(EXIT_FAILED, "the agent ended before the job did")
 
     async def end(self) -> None:
-        """Ends what still runs."""
+        """Stops everything that still runs."""
         await self._agent.stop()
         if self._hosted is not None:
             await self._hosted.end()

@@ -1,6 +1,6 @@
-"""A controller as a separate program: it serves the agents of a job over the network, and may be restarted.
+"""The controller as a separate program. It serves the agents of a job over the network, and may be restarted.
 
-The controller that serves a run holds its lease, so there is one at a time, and another one can take its place.
+A controller must hold the run's lease to serve it. So only one serves a run at a time, and another one can take over.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from keepstep.trust.tokens import Role, Secret, check
 
 REFUSALS_S = 10.0
 MAX_REFUSALS = 20
-"""So many are told in so long; of the others only how many they were."""
+"""The controller logs up to this many refusals in `REFUSALS_S` seconds, and only the number of the others."""
 POLL_INTERVAL_S = 0.2
-"""How often one that waits looks at the lease."""
+"""How often a standby checks the lease."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,28 +61,28 @@ class ControllerOptions:
     lease_s: float = LEASE_S
     outputs: Outputs = dataclasses.field(default_factory=Outputs)
     is_continuing: bool = False
-    """Go on with the unfinished run in the folder; otherwise it is moved aside."""
+    """Whether to continue the unfinished run in the folder; otherwise it is moved aside."""
     is_draining: bool = False
-    """Drain the job: its former controller was told so, and may have died before it did."""
+    """Whether to drain the job, because its former controller received the order and may have died before it acted."""
     is_standby: bool = False
-    """Wait until the controller of the folder's run is gone, then go on in its place."""
+    """Whether to wait until the controller of the folder's run is gone, and then to take over."""
     takeover_s: float = HOLD_S
-    """Another controller may take this one's place when it was not heard of for so long."""
+    """Another controller may take over if this one does not renew its lease for this long."""
     num_relays: int = 0
-    """Processes that hold the connections to agents; 0: the controller holds them."""
+    """Number of relay processes that hold the connections to agents; 0: the controller holds them."""
     is_durable: bool = True
-    """The run can go on on another machine when this one is lost."""
+    """Whether the run must be able to continue on another machine if this one is lost."""
 
 
 def run_controller(options: ControllerOptions) -> dict[str, Any]:
     """Serves a job until it has ended and returns its report, with ``exit_code`` and ``reason``.
 
-    SIGTERM drains the job. A second one, SIGINT, SIGHUP and SIGQUIT end it at once. A controller that only waits ends
-    alone, on any of them.
+    SIGTERM drains the job. A second one, SIGINT, SIGHUP and SIGQUIT end it at once. While a standby waits, any of these
+    signals ends the standby only.
 
     Raises:
-        ConfigurationError: it cannot be served as asked.
-        LeaseLost: another controller serves the run by now, or may.
+        ConfigurationError: the controller cannot serve the run with these options.
+        LeaseLost: another controller serves the run, or may serve it.
     """
     with RunLease(options.run_dir, options.takeover_s) as lease:
         if (stopped := asyncio.run(_await_turn(options, lease))) is not None:
@@ -96,10 +96,11 @@ def run_controller(options: ControllerOptions) -> dict[str, Any]:
 
 
 async def _await_turn(options: ControllerOptions, lease: RunLease) -> EndJob | None:
-    """Returns when the lease is this controller's, or how a signal has ended it before.
+    """Waits until this controller holds the lease. Returns None, or how a signal has ended the wait.
 
     Raises:
-        ConfigurationError: another controller serves the run, and this one was not started to wait; or it never could.
+        ConfigurationError: another controller serves the run, and this one is not a standby; or the run was started
+            with other settings.
     """
     is_told = False
     with stop_signal() as stopped:
@@ -121,7 +122,7 @@ async def _await_turn(options: ControllerOptions, lease: RunLease) -> EndJob | N
 
 
 def _is_there(run_dir: Path, name: str = runfolder.INFO) -> bool:
-    """Whether a file is there. A network file system may have cached that none was, and asks if a folder is opened."""
+    """Whether a file exists. It lists the folder, because a network file system may have cached the file's absence."""
     return name in os.listdir(run_dir)
 
 
@@ -131,7 +132,7 @@ def _check_settings(options: ControllerOptions) -> None:
 
 
 def _go_on(options: ControllerOptions, lease: RunLease) -> dict[str, Any]:
-    """Serves the run in the folder, whose former controller is gone."""
+    """Continues the run in the folder, whose former controller is gone."""
     _check_settings(options)
     info = runfolder.read_info(options.run_dir)
     if info.ended is not None:
@@ -197,7 +198,7 @@ async def _serve(
 
 
 def _connections(options: ControllerOptions, term: int) -> RpcNodeConnections | RelayedNodeConnections:
-    """The agents' connections: the controller's own, or its relays'."""
+    """Creates the connections to agents: in this process, or in relays."""
     if options.num_relays:
         return RelayedNodeConnections(options.num_relays, options.secret, Refusals().tell, term)
     refused = Refusals().tell
@@ -206,14 +207,14 @@ def _connections(options: ControllerOptions, term: int) -> RpcNodeConnections | 
 
 
 def _confirmed(entries: list[JournalEntry], lease: RunLease) -> Iterator[JournalEntry]:
-    """A long journal takes long to live through, and no standby may take that for the end of this controller."""
+    """Yields the entries and renews the lease, so that no standby takes over while a long journal is replayed."""
     for entry in entries:
         lease.confirm()
         yield entry
 
 
 async def _until_ended(controller: Controller, lease: RunLease) -> None:
-    """Runs the controller until its job has ended, by itself or by a signal, or another controller serves it."""
+    """Runs the controller until its job has ended, a signal has ended it, or the controller has lost the lease."""
     with end_signals() as signals:
         deciding = asyncio.create_task(controller.run())
         keeping = asyncio.create_task(lease.keep())
@@ -239,7 +240,7 @@ async def _until_ended(controller: Controller, lease: RunLease) -> None:
 
 
 def _places(job: RecoveryMachine) -> list[dict[str, object]]:
-    """Every worker as the controller knows it; in which phase it is only its own node sees."""
+    """Returns an entry for each live worker. Step and phase are None: only the worker's agent knows them."""
     return [
         {
             "pid": worker.pid,
@@ -256,14 +257,14 @@ def _places(job: RecoveryMachine) -> list[dict[str, object]]:
 
 
 class Refusals:
-    """Tells who was sent away, at most as often as a person can read."""
+    """Logs refused connections, at a limited rate."""
 
     def __init__(self) -> None:
         self._since_s = -math.inf
         self._num = 0
 
     def tell(self, address: str, why: str) -> None:
-        """A connection was refused."""
+        """Logs the address of a refused client and the reason."""
         now_s = time.monotonic()
         if now_s >= self._since_s + REFUSALS_S:
             if self._num > MAX_REFUSALS:

@@ -19,10 +19,10 @@ HOW_TO_SHARE = (
 
 
 def secret_of(arguments: argparse.Namespace) -> Secret | None:
-    """The job's secret, from the file or variable that holds it.
+    """Returns the job's secret from ``--secret-file`` or the environment; None if neither is set.
 
     Raises:
-        ConfigurationError: it cannot be read, or is none.
+        ConfigurationError: the file cannot be read, or does not contain a secret.
     """
     if arguments.secret_file is not None:
         return Secret.parse(read_private(Path(arguments.secret_file), "--secret-file"), "--secret-file")
@@ -31,10 +31,10 @@ def secret_of(arguments: argparse.Namespace) -> Secret | None:
 
 
 def credentials_of(arguments: argparse.Namespace, node: str) -> tuple[Credentials, str | None]:
-    """This node's credentials, and the name that the controller's certificate must bear (None: its address).
+    """Returns this node's credentials and the name that the controller's certificate must have (None: its address).
 
     Raises:
-        ConfigurationError: there are none, or they cannot be read.
+        ConfigurationError: there are no credentials, they cannot be read, or they belong to another node.
     """
     text = config.agent_token()
     if arguments.token_file is not None:
@@ -51,10 +51,12 @@ def credentials_of(arguments: argparse.Namespace, node: str) -> tuple[Credential
 
 
 def believing(found: Credentials, tls: str) -> tuple[Credentials, str | None]:
-    """Credentials with the authority that ``--tls`` says, and the name that the controller's certificate must bear.
+    """Returns credentials with the certificate authority that ``--tls`` selects.
+
+    The second value is the name that the controller's certificate must have (None: its address).
 
     Raises:
-        ConfigurationError: there is no such authority.
+        ConfigurationError: the credentials have no authority, or its file cannot be read.
     """
     if tls == "off":
         return dataclasses.replace(found, authority=None), None
@@ -66,10 +68,10 @@ def believing(found: Credentials, tls: str) -> tuple[Credentials, str | None]:
 
 
 def server_files_of(tls: str, secret: Secret) -> certificates.ServerFiles | None:
-    """What the controller shows, as ``--tls`` says; None: there is no TLS.
+    """Returns the controller's certificate and key that ``--tls`` selects; None without TLS.
 
     Raises:
-        ConfigurationError: a file cannot be read, or there are not three.
+        ConfigurationError: a file cannot be read, or ``--tls`` does not name three files.
     """
     if tls == "off":
         return None

@@ -1,4 +1,5 @@
-"""Weights in a job on several nodes: the controller knows the publishers, and a node's server is a child process."""
+"""Published weights in a job on several nodes. The controller keeps the list of publishers; each node's server is a
+child process."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from keepstep.protocol.transfer.directory import ANNOUNCE_S
 from keepstep.transports.rpc.directory import DirectoryCaller
 
 FORGET_S = 60.0
-"""How long a node is looked for that the controller does not know any more: it may have been started again itself."""
+"""How long a node is kept that the controller does not list any more: the controller may have been restarted."""
 RESTART_S = 1.0
-"""Between the end of a server and the start of the next one."""
+"""Delay between the end of a server and the start of the next one."""
 END_S = 5.0
-"""For a server to end when it is told to."""
+"""How long a server may take to exit after SIGTERM."""
 
 
 class Publishers:
-    """Where the nodes of a job publish weights, as far as it was heard. Asks in a thread of its own, until `close`."""
+    """The addresses of the nodes that publish weights. A thread asks the controller for them until `close`."""
 
     def __init__(
         self,
@@ -35,33 +36,33 @@ class Publishers:
         note: Callable[[str], None],
     ) -> None:
         """Args:
-        caller: to the controller; belongs to this object.
-        own_address: where others reach this node, which is told to them; None: it does not publish.
-        heard: given the addresses of all other nodes, after each answer.
-        note: told of trouble, once each time.
+        caller: client of the controller's directory; this object closes it.
+        own_address: this node's address, which is announced to the others; None: it does not publish.
+        heard: called in the thread with the addresses of all other nodes, after each answer.
+        note: called in the thread with the text of each new error.
         """
         self._caller, self._own_address, self._heard, self._note = caller, own_address, heard, note
         self._seen: dict[str, tuple[str, float]] = {}
         self._stop = threading.Event()
         self.error: KeepstepError | None = None
-        """Why nothing is asked any more, if the controller does not answer such a question."""
+        """The error that has ended the thread, if any."""
         self._thread = threading.Thread(target=self._follow, name="keepstep-directory", daemon=True)
         self._thread.start()
 
     @property
     def addresses(self) -> list[str]:
-        """Of all other nodes that publish, by their names."""
+        """Addresses of all other nodes that publish, sorted by the nodes' names."""
         return [address for _name, (address, _at_s) in sorted(self._seen.items())]
 
     def after(self, former: str | None) -> str | None:
-        """The first address, or that which comes after one which did not answer; None: no node publishes."""
+        """Returns the address after ``former``, which did not answer, or the first one; None if no node publishes."""
         addresses = self.addresses
         if former in addresses:
             addresses = addresses[addresses.index(former) + 1 :] or addresses
         return addresses[0] if addresses else None
 
     def close(self) -> None:
-        """Asks no more."""
+        """Ends the thread and closes the connection."""
         self._stop.set()
         self._thread.join()
         self._caller.close()
@@ -92,19 +93,20 @@ class Publishers:
 
 
 class HostedWeights:
-    """``keepstep weights serve`` of one node, as long as the node is part of its job."""
+    """Keeps ``keepstep weights serve`` running as a child process while the node is part of its job."""
 
     def __init__(self, command: tuple[str, ...], secret: str) -> None:
         """Args:
         command: its command line.
-        secret: of the job; it goes into the environment, which only this user can read.
+        secret: the job's secret. The child gets it in its environment, which only this user can read.
         """
         self._command = command
         self._environment = {**os.environ, SECRET_VARIABLE: secret}  # environ: passed on to the child
         self._process: subprocess.Popen[bytes] | None = None
 
     async def run(self) -> None:
-        """Keeps it running until `end`. Training continues without one that cannot be run."""
+        """Keeps the server running until the task is cancelled. If the server exits with `EXIT_USAGE`, it returns, and
+        training continues without the server."""
         while True:
             self._process = subprocess.Popen(self._command, env=self._environment)  # noqa: ASYNC220 - exec alone
             code = await ended(self._process)
@@ -115,7 +117,7 @@ class HostedWeights:
             await asyncio.sleep(RESTART_S)
 
     async def end(self) -> None:
-        """Has it end; the task of `run` is cancelled before."""
+        """Ends the server and waits for its exit. The caller must have cancelled `run`."""
         process = self._process
         if process is None or process.poll() is not None:
             return

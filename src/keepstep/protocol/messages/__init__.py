@@ -163,7 +163,7 @@ __all__ = [
 GroupAnswer: TypeAlias = SafePointReached | GroupsReset | StateRecovered | StepsFinished | Holding | Drained
 """Answers of every rank to the same order; see `AgentMachine`."""
 Question: TypeAlias = StoreRequested | OnceRequested
-"""Requests of a worker that waits for the answer."""
+"""Requests whose answer the worker waits for."""
 WorkerReport: TypeAlias = (
     GroupAnswer | Question | WorkerJoined | RankAwaited | WorkerReady | CollectiveFailed | WorkerFailed | StateRescued
 )
@@ -182,12 +182,12 @@ Report: TypeAlias = WorkerReport | AgentReport
 
 
 class Packet(Message, frozen=True):
-    """What one end of a `keepstep.protocol.reliable_channel.ReliableChannel` transmits.
+    """The packet of one end of a `keepstep.protocol.reliable_channel.ReliableChannel`.
 
-    ``incarnation`` of the node's agent: a restarted agent has the next one, and so has the agent of an evicted node.
-    ``first`` is the number of ``messages[0]``; ``received`` is how many of the other end's have arrived without a gap.
-    ``misses``: a message has arrived after a gap. Otherwise a small ``received`` means nothing: the packet may have
-    crossed the messages on the way.
+    ``incarnation`` counts the node's agents: it grows when the agent restarts, or when an evicted node joins again.
+    ``first`` is the number of ``messages[0]``. ``received`` counts the messages of the other end that have arrived
+    without a gap. ``misses``: a message has arrived after a gap, so the other end must send again. Without it, a small
+    ``received`` does not mean a loss: the packet may have crossed the messages on the way.
     """
 
     node: str
@@ -199,8 +199,9 @@ class Packet(Message, frozen=True):
 
 
 class NodeEvicted(Message, frozen=True):
-    """The node was evicted in this incarnation, and its ranks were reassigned. End its workers and join again.
-    ``is_final``: do not join again, and exit.
+    """The controller has evicted the node in this incarnation, and has reassigned its ranks.
+
+    The agent ends its workers and joins again. ``is_final``: it does not join again, and exits.
     """
 
     node: str
@@ -210,7 +211,7 @@ class NodeEvicted(Message, frozen=True):
 
 
 class NodeLeft(Message, frozen=True):
-    """The node leaves in this incarnation, with everything on it. The answer is a `NodeEvicted` that is final."""
+    """The node leaves in this incarnation, with all its workers. The controller answers with a final `NodeEvicted`."""
 
     node: str
     incarnation: int
@@ -218,11 +219,11 @@ class NodeLeft(Message, frozen=True):
 
 
 Aside: TypeAlias = PhasesObserved | WeightsObserved | ClockAsked | ClockTold
-"""Messages between agent and controller outside of packets; no decision depends on them."""
+"""Messages between agent and controller outside of packets. No decision depends on them."""
 
 AnyMessage: TypeAlias = Report | AgentOrder | Packet | NodeEvicted | NodeLeft | Aside
 
 
 def text(value: object, limit: int = 4000) -> str:
-    """What ``str`` makes of a value, cut to ``limit`` characters and free of what UTF-8 cannot carry."""
+    """Returns ``str(value)``, cut to ``limit`` characters. Escapes characters that UTF-8 cannot encode."""
     return str(value)[:limit].encode("utf-8", "backslashreplace").decode()

@@ -11,15 +11,15 @@ import msgspec
 from keepstep.protocol.phases import Phase
 
 Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-"""A time or a duration. Finite: the journal is JSON, which has no other numbers, so one that is not would be written
-and never be read again."""
+"""A time or a duration in seconds. It must be finite, because the journal is JSON: JSON has no infinities or NaN, and a
+restarted controller could not read them."""
 
 
 class Cause(enum.StrEnum):
     """The cause of a recovery."""
 
     DIED = "process died"
-    """How it ended is not known yet; see `WorkerEnded`."""
+    """The agent does not know the exit status yet; see `WorkerEnded`."""
     EXIT = "exit"
     SIGNAL = "signal"
     EXCEPTION = "exception"

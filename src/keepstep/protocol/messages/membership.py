@@ -20,9 +20,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """The number of the process that holds the rank."""
     node: str
     shard: str
-    """What the rank holds; ranks of equal shards are replicas of each other."""
+    """The shard that the rank holds. Ranks with the same shard are replicas of each other."""
     domain: str = ""
-    """The node's failure domain: a rack, a switch. Empty: the node alone."""
+    """The node's failure domain, for example a rack or a switch. Empty: the node is a domain of its own."""
 
 
 class MembershipChange(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -33,21 +33,21 @@ class MembershipChange(msgspec.Struct, frozen=True, tag=True, array_like=True, f
 
 
 class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True, dict=True):
-    """One immutable value per generation: the member at each rank. A job that shrinks or grows has another one.
+    """The member at each rank: one immutable value per generation.
 
-    Nodes and shards are written once, and by rank their numbers: for 16,384 replicas on 2,048 nodes that makes 130 KiB
-    of a message instead of 510.
+    The names of nodes and shards are stored once, and each rank refers to them by index. For 16,384 replicas on 2,048
+    nodes, a message then has 130 KiB instead of 510.
     """
 
     workers: tuple[int, ...]
-    """By rank."""
+    """The worker of each rank."""
     nodes: tuple[tuple[str, str], ...]
-    """The name and the failure domain of each."""
+    """(name, failure domain) of each node."""
     node_numbers: tuple[int, ...]
-    """By rank: which of ``nodes``."""
+    """The index in ``nodes`` of each rank's node."""
     shards: tuple[str, ...]
     shard_numbers: tuple[int, ...]
-    """By rank: which of ``shards``."""
+    """The index in ``shards`` of each rank's shard."""
 
     def __post_init__(self) -> None:
         for numbers, names in ((self.node_numbers, self.nodes), (self.shard_numbers, self.shards)):
@@ -56,7 +56,7 @@ class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_
 
     @classmethod
     def of(cls, members: Iterable[Member]) -> Membership:
-        """The membership of these members, in the order of their ranks."""
+        """Returns the membership of these members, which must be in the order of their ranks."""
         listed = tuple(members)
         places = [(member.node, member.domain) for member in listed]
         nodes = {place: number for number, place in enumerate(dict.fromkeys(places))}
@@ -70,10 +70,10 @@ class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_
         )
 
     def changed(self, change: MembershipChange) -> Membership:
-        """The membership that follows from a change, which is the same value as one made of all its members.
+        """Returns the membership after a change. It equals the membership that `of` makes of all members.
 
         Raises:
-            RemoteProtocolError: it names a rank that there is not.
+            RemoteProtocolError: the change names a rank that does not exist.
         """
         members = dict(change.members)
         if not all(0 <= rank < self.world_size for rank in members):
@@ -88,11 +88,14 @@ class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_
         return Membership(tuple(workers), *_in_order(nodes, node_numbers), *_in_order(shards, shard_numbers))
 
     def change_to(self, after: Membership) -> MembershipChange:
-        """What makes this membership the other one, of as many ranks. A worker is always on the same node."""
+        """Returns the change from this membership to ``after``, which must have the same world size.
+
+        It compares workers only, because a worker never changes its node.
+        """
         return MembershipChange(tuple((rank, after.member(rank)) for rank in self.replaced(after)))
 
     def replaced(self, after: Membership) -> list[int]:
-        """The ranks that another worker holds in the other membership, of as many ranks."""
+        """Returns the ranks that another worker holds in ``after``, which must have the same world size."""
         pairs = enumerate(zip(self.workers, after.workers, strict=True))
         return [rank for rank, (was, now) in pairs if was != now]
 
@@ -102,29 +105,33 @@ class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_
         return len(self.workers)
 
     def member(self, rank: int) -> Member:
-        """The worker, node and shard of a rank."""
+        """Returns the member at a rank."""
         node, domain = self.nodes[self.node_numbers[rank]]
         return Member(self.workers[rank], node, self.shard(rank), domain)
 
     def shard(self, rank: int) -> str:
-        """What a rank holds."""
+        """Returns the shard of a rank."""
         return self.shards[self.shard_numbers[rank]]
 
     @functools.cached_property
     def replicas(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that hold each shard, ascending. Plain DDP: one shard, all ranks are one replica group."""
+        """Shard -> the ranks that hold it, ascending. With plain DDP there is one shard, and all ranks are replicas."""
         found: dict[str, list[int]] = {shard: [] for shard in self.shards}
         for rank, number in enumerate(self.shard_numbers):
             found[self.shards[number]].append(rank)
         return {shard: tuple(ranks) for shard, ranks in found.items()}
 
     def is_first_replica(self, rank: int) -> bool:
-        """Whether a rank is the first of its replica group, which acts for it, for example to save."""
+        """Whether a rank is the first of its replica group. It acts for the group, for example to save."""
         return self.replicas[self.shard(rank)][0] == rank
 
 
 def _in_order(names: Iterable[_Name], numbers: Sequence[int]) -> tuple[tuple[_Name, ...], tuple[int, ...]]:
-    """The names that occur, in the order in which they do, and their numbers by rank; as `Membership.of` has them."""
+    """Drops unused names and orders the rest by their first rank, as `Membership.of` does.
+
+    Returns:
+        the names, and the index of each rank's name.
+    """
     names, order = tuple(names), list(dict.fromkeys(numbers))
     if order == list(range(len(names))):
         return names, tuple(numbers)

@@ -1,4 +1,4 @@
-"""Orders, downwards: from the controller to agents, and through them to workers. Named in the imperative."""
+"""Orders: from the controller to agents, and through them to workers. Their names are in the imperative."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from keepstep.protocol.messages.membership import Membership, MembershipChange
 
 
 class StartWorker(Message, frozen=True):
-    """Start a process on one of the node's devices, counted from 0; ``rank`` and ``local_rank`` are None for a spare.
+    """Start a worker's process on one of the node's devices, counted from 0.
 
-    ``local_rank`` and ``local_world_size`` are torchrun's ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
+    ``local_rank`` and ``local_world_size`` are torchrun's ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``. ``rank`` and
+    ``local_rank`` are None for a spare.
     """
 
     worker: int
@@ -30,9 +31,9 @@ class FenceWorker(Message, frozen=True):
 
 
 class Assign(Message, frozen=True):
-    """This worker holds ``rank`` in this generation, and ``local_rank`` among the ranks of its node.
+    """The worker holds ``rank`` from this generation on, and ``local_rank`` among the ranks of its node.
 
-    Its agent fills in ``device`` for a spare that was parked and takes a device with the rank, counted from 0.
+    ``device`` is None, except for a parked spare: its agent fills in the device that the spare takes with the rank.
     """
 
     worker: int
@@ -44,8 +45,10 @@ class Assign(Message, frozen=True):
 
 
 class PassSnapshots(Message, frozen=True):
-    """The worker is about to get this rank, or to send its state to the worker that gets it: give it access to the
-    rank's snapshots in the memory of ``keepers``."""
+    """Give the worker access to a rank's snapshots in the memory of the workers ``keepers``.
+
+    The worker is about to take this rank, or to send the rank's state to the worker that takes it.
+    """
 
     worker: int
     rank: int
@@ -53,7 +56,7 @@ class PassSnapshots(Message, frozen=True):
 
 
 class InheritSnapshots(Message, frozen=True):
-    """The agent tells a worker where snapshots of a rank are, and of which steps."""
+    """The agent tells a worker the path of a rank's snapshots, and their steps."""
 
     worker: int
     rank: int
@@ -62,13 +65,13 @@ class InheritSnapshots(Message, frozen=True):
 
 
 class ReleaseSnapshots(Message, frozen=True):
-    """All ranks have snapshots again: free the memory of these dead workers."""
+    """All ranks have snapshots again: free the snapshots of these dead workers."""
 
     workers: tuple[int, ...]
 
 
 class Stop(Message, frozen=True):
-    """Every generation before ``generation`` is over: close the groups, stop at a safe point, report it.
+    """All generations before ``generation`` are over: break the communicators, stop at a safe point, and report it.
 
     ``synced_step`` is the step whose gradients a lost rank had complete. A rank in the backward of that step has all
     the data it needs in its own sockets, and finishes the backward before it breaks any group.
@@ -80,35 +83,35 @@ class Stop(Message, frozen=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """State that moves within one replica group: ranks that hold it at the resume step, and ranks that need it."""
+    """A transfer of state within one replica group: from ranks that hold the resume step to ranks that need it."""
 
     sources: tuple[int, ...]
     receivers: tuple[int, ...]
 
 
 class Recover(Message, frozen=True):
-    """Get to the resume step in this generation.
+    """Go to the resume step in this generation.
 
-    A rank among the receivers of a transfer restores. Every other one computes from its own report, with
-    `keepstep.protocol.resume.action`, whether it stays, advances or rewinds.
+    A rank among the receivers of a transfer restores. Every other rank computes with `keepstep.protocol.resume.action`,
+    from its own report, whether it stays, advances or rewinds.
     """
 
     generation: int
     resume_step: int
     transfers: tuple[Transfer, ...]
     membership: Membership | MembershipChange
-    """Of this generation. The controller sends an agent the changes since the last membership that it has sent; a
-    worker gets the complete one."""
+    """The membership of this generation. The controller may send only the change since the last membership that it has
+    sent; the agent passes the complete membership to its workers."""
     from_buddies: tuple[Transfer, ...]
-    """For state that no rank holds any more. The single source sends it from a snapshot in its node's memory: its own,
-    or one that `PassSnapshots` has named."""
+    """Transfers of state that no rank holds any more. The single source sends it from a snapshot in its node's memory:
+    a second copy that it keeps, or one that `PassSnapshots` has named."""
     kept_step: int | None
     """The newest step to which all ranks can go back after the loss of any one node. No rank overwrites its snapshots
-    of that step before all have left a gradient barrier."""
+    of that step before all ranks have left a gradient barrier."""
 
 
 class MembershipTold(Message, frozen=True):
-    """The current membership, for a node that joins; the next `Recover` contains changes to it."""
+    """The current membership, for a node that joins. The next `Recover` may contain only the change to it."""
 
     membership: Membership
 
@@ -126,7 +129,7 @@ class Complete(Message, frozen=True):
 
 
 class Abandon(Message, frozen=True):
-    """A peer was lost after the last step: break the communicators, let the errors reach the script."""
+    """A rank was lost after the last step: break the communicators, and let the errors reach the script."""
 
     reason: str
 
@@ -138,7 +141,7 @@ class Rescue(Message, frozen=True):
 
 
 class Hold(Message, frozen=True):
-    """The job will end: complete the current step, and wait. Report at once before which step."""
+    """The job will end: complete the current step, then wait. Report at once the step before which the rank waits."""
 
     generation: int
 
@@ -157,7 +160,10 @@ class Terminate(Message, frozen=True):
 
 
 class StoreAnswered(Message, frozen=True):
-    """The answer to a `StoreRequested`: no ``values`` if its generation is over; ``error``: why it is refused."""
+    """The answer to a `StoreRequested`.
+
+    ``values`` is None if the request's generation is over. ``error`` says why a request was refused; else it is empty.
+    """
 
     worker: int
     request: int
@@ -166,7 +172,7 @@ class StoreAnswered(Message, frozen=True):
 
 
 class OnceAnswered(Message, frozen=True):
-    """The answer to a claim or a hold: whether this worker has it."""
+    """The answer to a claim or a hold in `OnceRequested`: whether this worker has got it."""
 
     worker: int
     request: int
@@ -174,9 +180,9 @@ class OnceAnswered(Message, frozen=True):
 
 
 class ClockTold(Message, frozen=True):
-    """The answer to `ClockAsked`: the controller's monotonic time, ``told_ns``.
+    """The answer to `ClockAsked`: the controller's monotonic time ``told_ns``.
 
-    ``gather_s`` is the interval at which each node reports phases: the more nodes, the longer.
+    ``gather_s`` is the interval at which each node reports phases. It grows with the number of nodes.
     """
 
     asked_ns: int

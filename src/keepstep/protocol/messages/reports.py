@@ -1,4 +1,4 @@
-"""Reports, upwards: from workers to their agent, and from agents to the controller. Named in the past tense."""
+"""Reports: from workers to their agent, and from agents to the controller. Their names are in the past tense."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class WorkerJoined(Message, frozen=True):
 
 
 class RankAwaited(Message, frozen=True):
-    """A spare's script waits at a line that needs its rank."""
+    """A spare's script waits at a line that needs the rank."""
 
     worker: int
 
 
 SnapshotsByRank: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
-"""Ranks, and the steps of the snapshots of each, ascending."""
+"""(rank, steps of its snapshots) pairs, both ascending."""
 
 
 class WorkerReady(Message, frozen=True):
-    """The worker waits at its first step with everything protected.
+    """The worker waits at its first step, and its script has protected all state.
 
-    ``reach`` contains step 0, or nothing if the start-up ran on an echoing group; ``snapshots`` are the steps of
-    the checkpoints and snapshots it can read, ``checkpointing`` says whether it writes any.
+    ``reach`` is empty if the start-up ran on an echoing group; else it contains the script's first step. ``snapshots``
+    are the steps of the checkpoints and snapshots that the worker can read. ``checkpointing``: it writes checkpoints.
     """
 
     worker: int
@@ -47,7 +47,7 @@ class WorkerReady(Message, frozen=True):
 
 
 class CollectiveFailed(Message, frozen=True):
-    """A collective failed on this worker: a hint that a peer is lost."""
+    """A collective failed on this worker. This is a hint that a peer is lost."""
 
     worker: int
     generation: int
@@ -56,9 +56,12 @@ class CollectiveFailed(Message, frozen=True):
 
 
 class SafePointReached(Message, frozen=True):
-    """The workers have stopped; the reach of their shards. ``generation`` is that of `Stop`.
-    ``would_communicate``: the update for which they are synced calls a collective, which would be interrupted.
-    ``second_copies``: the snapshots of other ranks that each of them keeps."""
+    """The workers have stopped at a safe point.
+
+    ``generation`` is that of `Stop`. ``reach`` is the reach of their shards, and ``snapshots`` the steps that each can
+    load. ``would_communicate``: the update for which they are synced calls a collective, which would be interrupted.
+    ``second_copies`` are the snapshots of other ranks that each of them keeps.
+    """
 
     workers: tuple[int, ...]
     generation: int
@@ -81,7 +84,7 @@ class GroupsReset(Message, frozen=True):
 class StateRecovered(Message, frozen=True):
     """The shards of the workers are at the resume step and verified; the workers wait for `Resume`.
 
-    ``from_checkpoint``: a worker that rewound has loaded a checkpoint, and not its snapshot in memory.
+    ``from_checkpoint``: the workers have loaded a checkpoint, and not a snapshot in memory.
     """
 
     workers: tuple[int, ...]
@@ -91,7 +94,7 @@ class StateRecovered(Message, frozen=True):
 
 
 class StepsFinished(Message, frozen=True):
-    """The workers have completed their last step. ``digest`` is of all protected state, if requested."""
+    """The workers have completed their last step. ``digest`` is a digest of all protected state, if requested."""
 
     workers: tuple[int, ...]
     generation: int
@@ -100,7 +103,7 @@ class StepsFinished(Message, frozen=True):
 
 
 class Holding(Message, frozen=True):
-    """The workers wait before ``step`` until they know the step at which the job ends."""
+    """The answer to `Hold`: the workers wait before ``step`` until they know the step at which the job ends."""
 
     workers: tuple[int, ...]
     generation: int
@@ -108,7 +111,7 @@ class Holding(Message, frozen=True):
 
 
 class Drained(Message, frozen=True):
-    """The workers are at the job's last step; ``is_saved``: one of them has written a checkpoint of it."""
+    """The workers have done their part of a `Drain`. ``is_saved``: one of them has written a checkpoint."""
 
     workers: tuple[int, ...]
     generation: int
@@ -128,7 +131,7 @@ class WorkerFailed(Message, frozen=True):
 
 
 class StateRescued(Message, frozen=True):
-    """The worker has saved its shard on `Rescue`. ``path`` names the file, or ``error`` says why there is none."""
+    """The answer to `Rescue`. ``path`` is the file of the saved shard, or ``error`` says why there is none."""
 
     worker: int
     path: str | None
@@ -138,7 +141,7 @@ class StateRescued(Message, frozen=True):
 STORE_OPERATIONS_THAT_WAIT = frozenset({"job_get", "job_wait"})
 """Operations of the job's store that are answered only when their keys exist."""
 MAX_STORE_VALUE_BYTES = 8 << 20
-"""Limit of one value in the job's store: a message of at most 16 MiB carries it."""
+"""Limit of one value in the job's store. A message has at most 16 MiB, and must hold the value."""
 
 
 class StoreRequested(Message, frozen=True):
@@ -153,7 +156,10 @@ class StoreRequested(Message, frozen=True):
 
 
 class OnceRequested(Message, frozen=True):
-    """What is to happen once in the job's life. ``operation``: claim; hold, and then done or give_up."""
+    """A request about an action that happens once in the job's life; see `keepstep.protocol.recovery.scripts.once`.
+
+    ``operation`` is claim, hold, done or give_up. A worker that got a hold ends it with done or give_up.
+    """
 
     worker: int
     request: int
@@ -167,9 +173,10 @@ class OnceRequested(Message, frozen=True):
 class NodeJoined(Message, frozen=True):
     """A node joins, with room for ``slots`` workers at a time. Nodes of one ``domain`` may fail together.
 
-    Ranks are given out by ``position`` (torchrun's ``--node-rank``), then in the order in which nodes have joined.
-    ``world_size`` is the node's setting; a node with another world size was started by mistake. 0: not set. ``closed``
-    are devices, counted from 0, that the node has closed already: see `DevicesClosed`.
+    The controller orders nodes by ``position`` (torchrun's ``--node-rank``), then by the time at which they joined, and
+    assigns ranks in this order. ``world_size`` is the node's setting, 0 if it is not set; the controller refuses a node
+    with another world size than the job. ``closed`` are the devices, counted from 0, that the node has closed already:
+    see `DevicesClosed`.
     """
 
     node: str
@@ -190,8 +197,8 @@ class WorkerStarted(Message, frozen=True):
 class WorkerLost(Message, frozen=True):
     """A worker's process is gone or unresponsive.
 
-    ``gone`` is True if the process no longer exists (it then needs no fence). ``since_s`` is the time of the failure
-    itself on the controller's monotonic clock, as well as either is known, for the report.
+    ``gone`` is True if the process no longer exists; then it needs no fence. ``since_s`` is the estimated time of the
+    failure itself, on the controller's monotonic clock. The recovery's report shows it.
     """
 
     worker: int
@@ -203,15 +210,17 @@ class WorkerLost(Message, frozen=True):
 
 
 class SnapshotsLeft(Message, frozen=True):
-    """A worker is gone and has left snapshots in memory that its agent holds: its own, and second copies of other
-    ranks'. Sent before the report that it is gone."""
+    """A worker is gone, and its agent holds the memory with its snapshots: its own, and second copies of other ranks.
+
+    The agent sends this before the report that the worker is gone.
+    """
 
     worker: int
     snapshots: SnapshotsByRank
 
 
 class WorkerEnded(Message, frozen=True):
-    """The exit status of a process that was reported lost before it was known."""
+    """The exit status of a process that the agent reported lost before it knew the status."""
 
     worker: int
     cause: Cause
@@ -235,7 +244,7 @@ class WorkerFenced(Message, frozen=True):
 
 
 class JobStalled(Message, frozen=True):
-    """Every rank of the node waits in a collective past its deadline: the agent cannot tell which one is to blame."""
+    """Every rank of the node waits in a collective past its deadline, so the agent cannot tell which one hangs."""
 
     node: str
     generation: int
@@ -243,8 +252,7 @@ class JobStalled(Message, frozen=True):
 
 
 class RanksStand(Message, frozen=True):
-    """All ranks of the node that have made no progress for long, and their positions. The others have progressed
-    recently."""
+    """The ranks of the node that have made no progress for long, and where each waits. All others made progress."""
 
     node: str
     generation: int
@@ -252,10 +260,10 @@ class RanksStand(Message, frozen=True):
 
 
 class StepObserved(Message, frozen=True):
-    """A node's ranks have completed their first step in a generation, as their tag pages show.
+    """All ranks of a node have completed their first step in a generation, as their tag pages show.
 
-    ``at_s`` is the time at which the last of them did, on the controller's monotonic clock as well as it is known,
-    ``step_s`` what the slowest took.
+    ``at_s`` is the estimated time at which the last rank completed it, on the controller's monotonic clock. ``step_s``
+    is the duration of the step on the slowest rank.
     """
 
     node: str
@@ -266,15 +274,17 @@ class StepObserved(Message, frozen=True):
 
 
 class NodeDraining(Message, frozen=True):
-    """The node will leave soon. Its ranks continue until spares on other nodes take them."""
+    """The node will leave soon. Its ranks continue until spares on other nodes take their place."""
 
     node: str
     reason: str
 
 
 class DevicesClosed(Message, frozen=True):
-    """No process may run on these devices of the node any more, counted from 0. A rank there continues until a warm
-    spare can take it. If it must stop at once, `WorkerLost` is sent before this report."""
+    """The node closes these devices, counted from 0: the controller starts no process there any more.
+
+    A rank there continues until a warm spare can take it. If it must stop at once, the agent sends `WorkerLost` first.
+    """
 
     node: str
     devices: tuple[int, ...]
@@ -282,11 +292,11 @@ class DevicesClosed(Message, frozen=True):
 
 
 class PhasesObserved(Message, frozen=True):
-    """Recent phases of a node's workers, for display only: no decision depends on it, it travels outside of packets,
-    and lost ones are not repeated.
+    """Recent phases of a node's workers, for display only.
 
-    ``phases`` are records as `keepstep.trace.record.phaselog` lays them out, on the controller's clock; that is known
-    to ``error_ns`` either way.
+    No decision depends on them. The agent sends them outside of packets, and does not repeat a lost message. ``phases``
+    are records in the layout of `keepstep.trace.record.phaselog`, with times on the controller's clock. The node knows
+    that clock to within ``error_ns`` either way.
     """
 
     node: str
@@ -298,14 +308,14 @@ class PublicationStage(enum.StrEnum):
     """Kinds of reports on published weights."""
 
     ATTACHED = "attached"
-    """Consumers have attached or left, or have switched to another version."""
+    """Consumers have attached, have left, or have switched to another version."""
     UNDER_WAY = "under way"
     COMMITTED = "committed"
     BROKEN_OFF = "broken off"
 
 
 class StageSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One stage of the pipeline at work on one bucket, in seconds since the update began on its device."""
+    """The time that one pipeline stage worked on one bucket, in seconds since the update began on its device."""
 
     stage: str
     bucket: int
@@ -316,10 +326,11 @@ class StageSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 class WeightsObserved(Message, frozen=True):
     """The state of a rank that publishes weights. For display only, like `PhasesObserved`.
 
-    ``at_s`` is the time of it and ``begun_s`` that at which the update began: on the worker's clock, which the agent
-    puts on the controller's. ``version`` is the one under way or just ended; None for consumers alone. The bytes are
-    those of which this rank is the source. ``consumers`` are those of this rank with the version that each has;
-    ``failures`` name culprits; ``spans`` are the first of an update that has ended.
+    ``at_s`` is the time of the report, and ``begun_s`` the time at which the update began. The worker sends both on its
+    own clock, and the agent converts them to the controller's. ``version`` is the version under way or just ended, or
+    None if the report is only about consumers. The byte counts cover the data of which this rank is the source.
+    ``consumers`` are (consumer of this rank, its version); ``failures`` name the processes at fault; ``spans`` are the
+    first spans of an update that has ended.
     """
 
     worker: int
@@ -338,7 +349,7 @@ class WeightsObserved(Message, frozen=True):
 
 
 class ClockAsked(Message, frozen=True):
-    """Asks for the controller's time. ``asked_ns`` is the node's own."""
+    """The node asks for the controller's time. ``asked_ns`` is the node's own time."""
 
     node: str
     asked_ns: int

@@ -1,7 +1,7 @@
-"""The agent's machine: what one node does on its controller's orders, and what it reports of its workers.
+"""The agent's machine: carries out the controller's orders on one node, and reports on the node's workers.
 
-The shell around it owns processes and sockets. It reports their events, performs the effects, and sends the packets.
-`keepstep.protocol.node.liveness` decides which workers hang.
+The shell around it owns processes and sockets. It passes their events to the machine, performs the effects, and sends
+the packets. `keepstep.protocol.node.liveness` decides which workers hang.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from keepstep.protocol.waiting.operations import MAX_TOLD, OperationCount, Stand
 from keepstep.protocol.waiting.watch import StandingWatch
 
 HEARTBEAT_S = 0.9
-"""Two may be lost before the node is: a third of the default lease, less what a packet may take on its way."""
+"""Interval of heartbeats: a third of the default lease, less a packet's travel time. Two in a row may be lost."""
 SOONEST = 0.25
-"""After a packet the next heartbeat may come after such a part of that, where the node's own beat is so soon."""
+"""The least time between a packet and the next heartbeat, as a share of `HEARTBEAT_S`."""
 MIDDLE_OF_A_STEP = "exit code 0 in the middle of a step"
 HOLD_S = 0.05
-"""How long answers wait for those of the node's other ranks, to go up as one."""
+"""How long an answer waits for those of the node's other ranks, to be sent with them as one."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,14 +63,15 @@ class _FirstSteps:
 
 
 class AgentMachine:
-    """One node's part of a job."""
+    """The agent's machine for one node of a job. It needs one thread, and reads no clock."""
 
     def __init__(
         self, joined: msg.NodeJoined, incarnation: int, liveness: LivenessSettings, devices_of_parked: int = 0
     ) -> None:
         """Args:
-        joined, incarnation, liveness: of this node.
-        devices_of_parked: the node's devices, where each spare is parked and takes one with its rank; 0: it has one.
+        joined, incarnation: of this node.
+        liveness: settings of hang detection.
+        devices_of_parked: number of the node's devices if spares are parked, and take one with the rank; else 0.
         """
         self.node = joined.node
         self.incarnation = incarnation
@@ -84,34 +85,34 @@ class AgentMachine:
         self._held: dict[tuple[type, int], list[msg.GroupAnswer]] = {}
         self._held_since_s = 0.0
         self._answered: dict[tuple[type, int], set[int]] = {}
-        """The workers that have given each answer since the last `Stop`, held back or sent."""
+        """(answer type, generation) -> the workers that have given this answer since the last `Stop`, held or sent."""
         self._membership: msg.Membership | None = None
-        """As the controller has told it."""
+        """The last membership from the controller."""
         self._first_steps: dict[int, _FirstSteps] = {}
         self._watch = StandingWatch(liveness.explain_s)
         self._stall: msg.JobStalled | None = None
-        """Goes up after where the ranks stand."""
+        """A report that waits until the agent has sent where the ranks wait."""
         self._evicted = False
         self._departing: msg.NodeLeft | None = None
         self._is_terminating = False
-        """Every script was sent SIGTERM."""
+        """Whether a `Terminate` has come: every script gets SIGTERM."""
         self._draining: str | None = None
-        """Why the node leaves as soon as no rank is on it."""
+        """Why the node leaves as soon as it holds no rank; None if it stays."""
         self._heartbeat_s = 0.0
         self._beat_s = HEARTBEAT_S * zlib.crc32(joined.node.encode()) / 2**32
         self.clock_offset_s = 0.0
-        """What to add to a time of this node to get the controller's, as far as it is known."""
+        """Estimated offset of the controller's clock: node time + offset = controller time. The shell updates it."""
         self._effects: list[AgentEffect] = []
 
     # ---- what the shell calls ---------------------------------------------------------------------------------------
 
     def take(self) -> list[AgentEffect]:
-        """The effects to perform, in this order."""
+        """Returns the effects since the last call. The shell must perform them in this order."""
         effects, self._effects = self._effects, []
         return effects
 
     def packets(self, now_s: float) -> list[msg.Packet]:
-        """The packets to send to the controller now."""
+        """Returns the packets to send to the controller now."""
         if self._departing is not None:
             return []
         due = now_s >= self._heartbeat_s
@@ -121,44 +122,43 @@ class AgentMachine:
         return packets
 
     def _beat_after(self, earliest_s: float) -> float:
-        """The node's next heartbeat. Each node has another phase, so that heartbeats stay spread out after all nodes
-        have answered the same order."""
+        """Returns when the next heartbeat is due. Each node has its own offset, so that heartbeats stay spread out."""
         return earliest_s + (self._beat_s - earliest_s) % HEARTBEAT_S
 
     def reconnected(self) -> None:
-        """There is a new connection to the controller, which may be another one and waits to hear what has arrived."""
+        """Records a new connection, maybe to another controller. The agent sends a packet at once."""
         self.channel.reconnected()
         self._heartbeat_s = 0.0
         if self._departing is not None:
             self._effects.append(Depart(self._departing))
 
     def depart(self, reason: str) -> None:
-        """The node leaves the job. `Leave` follows when the controller has acknowledged that."""
+        """Ends all workers and leaves the job. The effect `Leave` follows when the controller has acknowledged it."""
         self._departing = msg.NodeLeft(self.node, self.incarnation, reason)
         self._effects.append(Depart(self._departing))
         self._end_everything()
 
     def drain(self, reason: str) -> None:
-        """The node leaves the job when its ranks have moved to other nodes; at once if it holds none."""
+        """Begins to drain the node: it leaves when its ranks have moved to other nodes, or at once if it has none."""
         self._draining = reason
         self._say(msg.NodeDraining(self.node, reason))
         self._leave_if_drained()
 
     def close_devices(self, devices: tuple[int, ...], reason: str) -> None:
-        """Devices are unhealthy: no process starts there any more, and a rank there moves when a warm spare can take
-        it."""
+        """Closes unhealthy devices, counted from 0. No process starts there any more, and a rank there moves when a
+        warm spare can take it."""
         closed = tuple(sorted({*self._joined.closed, *devices}))
         self._joined = msgspec.structs.replace(self._joined, closed=closed)
         self._say(msg.DevicesClosed(self.node, devices, reason))
 
     def devices_failed(self, devices: tuple[int, ...], reason: str, tags: Mapping[int, Tag], now_s: float) -> None:
-        """Devices have failed: the ranks there are lost, and no process starts there any more.
+        """Reports the ranks on failed devices as lost, and closes the devices.
 
         Args:
-            devices: counted from 0.
-            reason: in words.
-            tags: of the node's workers, by their numbers.
-            now_s: when it was found.
+            devices: numbers of the devices, counted from 0.
+            reason: the reason, for log and report.
+            tags: worker -> its tag.
+            now_s: when the failure was found.
         """
         for number, process in self._processes.items():
             is_told = process.fenced or process.told_lost
@@ -172,13 +172,13 @@ class AgentMachine:
             self.depart(self._draining)
 
     def next_deadline(self) -> float:
-        """When `tick` and `packets` are next due, apart from the regular looks at the workers."""
+        """Returns when `tick` and `packets` are next due, apart from the regular `observe` calls."""
         if self._departing is not None:
             return math.inf
         return min(self._heartbeat_s, self._held_since_s + HOLD_S) if self._held else self._heartbeat_s
 
     def tick(self, now_s: float) -> None:
-        """Judges the workers by what was observed of them, and lets go what was held too long."""
+        """Judges the workers by the observations so far, and sends answers that were held for too long."""
         if self._evicted:
             return
         for verdict in () if self._is_terminating else self.liveness.judge(now_s):
@@ -193,7 +193,7 @@ class AgentMachine:
             self._release()
 
     def receive(self, packet: msg.Packet | msg.NodeEvicted, now_s: float) -> None:
-        """A packet of the controller. One that was meant for an earlier incarnation is dropped."""
+        """Processes a packet of the controller. Drops a packet for another incarnation."""
         if packet.incarnation != self.incarnation:
             return
         if isinstance(packet, msg.NodeEvicted) and packet.is_final:
@@ -222,7 +222,7 @@ class AgentMachine:
             case msg.FenceWorker():
                 self._fence(order.worker)
             case msg.EndJob():
-                self._heartbeat_s = now_s  # the controller waits to hear that it was heard
+                self._heartbeat_s = now_s  # the controller waits for the acknowledgement
                 self._effects.append(Leave(order.exit_code, order.reason))
             case msg.Assign():
                 if (process := self._processes.get(order.worker)) is not None:
@@ -270,14 +270,14 @@ class AgentMachine:
             self._effects.append(HandOver(holders, order))
 
     def _device_of_rank(self, own: int) -> int:
-        """The device of a process that gets a rank; the controller has numbers beyond the devices for parked spares."""
+        """Returns the device of a process that gets a rank. Parked spares have numbers beyond those of the devices."""
         if not self._devices_of_parked:
             return own
         taken = {other.device for other in self._processes.values() if other.rank is not None}
         return device_for(own, taken, self._joined.closed, self._devices_of_parked)
 
     def _with_membership(self, order: msg.Recover) -> msg.Recover:
-        """The order for workers: with the complete membership, new or changed."""
+        """Returns the order for workers, with the complete membership in place of a change."""
         change = order.membership
         if isinstance(change, msg.Membership):
             self._membership = change
@@ -296,7 +296,7 @@ class AgentMachine:
         self._effects.append(Kill(number))
 
     def _leave_and_join_again(self, now_s: float) -> None:
-        """The node was given up, and its ranks belong to others: ends its processes, then lets the node join again."""
+        """Ends all processes of the evicted node, whose ranks belong to others; then the node joins again."""
         self._end_everything()
         self._join_again_if_empty(now_s)
 
@@ -318,10 +318,10 @@ class AgentMachine:
         self.channel.say([self._joined])
         self._heartbeat_s = now_s
 
-    # ---- what became of processes -----------------------------------------------------------------------------------
+    # ---- processes --------------------------------------------------------------------------------------------------
 
     def spawned(self, number: int, pid: int) -> None:
-        """A worker's process exists."""
+        """Records that a worker's process has started."""
         process = self._processes.get(number)
         if process is None:
             return
@@ -332,15 +332,15 @@ class AgentMachine:
     def exited(
         self, number: int, cause: Cause, detail: str, tag: Tag, at_s: float, snapshots: msg.SnapshotsByRank = ()
     ) -> None:
-        """A worker's process is gone.
+        """Records that a worker's process is gone, and reports it.
 
         Args:
             number: the worker.
             cause: `Cause.EXIT` or `Cause.SIGNAL`.
-            detail: how it ended; empty for exit code 0.
-            tag: the last word of its tag page.
-            at_s: when, on the clock of ``now_s``.
-            snapshots: those in its memory.
+            detail: how the process ended; empty for exit code 0.
+            tag: the last tag on its page.
+            at_s: when it ended, on the clock of ``now_s``.
+            snapshots: the snapshots that it has left in memory.
         """
         process = self._processes.pop(number, None)
         self.liveness.forget(number)
@@ -362,13 +362,10 @@ class AgentMachine:
         self._leave_if_drained()
 
     def training_thread_died(self, number: int, tag: Tag, at_s: float, snapshots: msg.SnapshotsByRank = ()) -> bool:
-        """A worker's training thread is dead; its process ends after it.
+        """Reports a worker whose training thread has died in a step as lost, and returns whether it did.
 
-        In a step that is a loss, with any exit status: the process can touch nothing any more. Outside of a step
-        it may have ended well, which its exit status tells when the kernel is done with it.
-
-        Returns:
-            whether it was told as a loss.
+        In a step, that is a loss with any exit status. Outside of a step the script may have ended well, so the agent
+        waits for the exit status.
         """
         process = self._processes.get(number)
         if process is None or process.fenced or self._evicted or tag.phase in (Phase.STARTING, Phase.UPDATED):
@@ -384,13 +381,13 @@ class AgentMachine:
         if snapshots:
             self._say(msg.SnapshotsLeft(number, snapshots))
 
-    # ---- what workers say and show ----------------------------------------------------------------------------------
+    # ---- reports and observations of workers ------------------------------------------------------------------------
 
     def said(self, number: int, report: msg.AnyMessage, now_s: float) -> None:
-        """A worker's report.
+        """Processes a worker's report.
 
         Raises:
-            RemoteProtocolError: it is not for this worker to send.
+            RemoteProtocolError: it is no report of a worker, or it names another worker.
         """
         speaks_for = getattr(report, "workers", None) or (getattr(report, "worker", None),)
         if not isinstance(report, msg.WorkerReport) or speaks_for != (number,):
@@ -409,19 +406,19 @@ class AgentMachine:
             self._say(report)
 
     def broke_protocol(self, number: int, error: str, tag: Tag, now_s: float) -> None:
-        """What a worker sent cannot be read."""
+        """Reports a worker as lost because it has broken the protocol."""
         self._say(msg.WorkerLost(number, Cause.EXIT, f"it broke the protocol: {error}", False, tag, now_s))
 
     def observe(self, number: int, look: Observation, now_s: float) -> None:
-        """One look at a worker's page and process."""
+        """Records an observation of a worker's page and process."""
         self.liveness.observe(number, look, now_s)
 
     def passed(self, number: int, phase: Phase, began_s: float, ended_s: float) -> None:
-        """A worker has come to the end of a phase; see `LivenessMachine.passed`."""
+        """Records that a worker has completed a phase; see `LivenessMachine.passed`."""
         self.liveness.passed(number, phase, began_s, ended_s)
 
     def looked_closer(self, counts: Mapping[int, Sequence[OperationCount]], now_s: float) -> None:
-        """What the pages of workers show of their groups, by worker, as `LookCloser` asked."""
+        """Reports where ranks wait. ``counts``: worker -> the operation counts that `LookCloser` requested."""
         still = self.liveness.standing(0.0, now_s)
         least_s = self._watch.least_s(max((each[2] for each in still), default=0.0), is_stalled=self._stall is not None)
         found = (_standing(*each, counts.get(each[0], ())) for each in still if each[2] >= least_s)
@@ -434,7 +431,7 @@ class AgentMachine:
             self._stall = None
 
     def step_completed(self, number: int, generation: int, step: int, at_s: float, step_s: float) -> None:
-        """A worker has completed its first step of a generation."""
+        """Records a worker's first step of a generation. Reports it when all ranks of the node have completed it."""
         first = self._first_steps.get(generation)
         if first is None:
             return
@@ -444,10 +441,10 @@ class AgentMachine:
             del self._first_steps[generation]
             self._say(msg.StepObserved(self.node, generation, step, first.at_s, first.step_s))
 
-    # ---- what goes up -----------------------------------------------------------------------------------------------
+    # ---- to the controller ------------------------------------------------------------------------------------------
 
     def _speakers(self) -> set[int]:
-        """The workers whose answers make up the node's."""
+        """Returns the workers that must answer before the node's answer is complete."""
         return {
             number
             for number, process in self._processes.items()
@@ -455,7 +452,7 @@ class AgentMachine:
         }
 
     def _hold(self, answer: msg.GroupAnswer, now_s: float) -> None:
-        """Answers of all ranks of the node go up together, equal ones as one. The last of them sends all."""
+        """Holds an answer until all ranks of the node have answered. Equal answers are then sent as one."""
         if not self._held:
             self._held_since_s = now_s
         kind = (type(answer), answer.generation)

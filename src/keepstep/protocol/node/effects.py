@@ -1,4 +1,4 @@
-"""Effects of a node's machine, which its shell performs."""
+"""The effects of the agent's machine, which the agent's loop performs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from keepstep.protocol import messages as msg
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spawn:
-    """Start a worker's process; then call `spawned`, and `exited` when it has ended."""
+    """Start a worker's process, then call `spawned`. Call `exited` when it has ended."""
 
     worker: int
     rank: int | None
@@ -20,21 +20,21 @@ class Spawn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill a worker's process and all that it started."""
+    """Kill a worker's process and all processes that it has started."""
 
     worker: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Signal:
-    """Send SIGTERM to workers."""
+    """Send SIGTERM to these workers."""
 
     workers: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HandOver:
-    """Give an order to workers."""
+    """Send an order to these workers."""
 
     workers: tuple[int, ...]
     order: msg.WorkerOrder
@@ -42,7 +42,7 @@ class HandOver:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leave:
-    """End every process of this node's part of the job, and then this one."""
+    """End all workers of the node, then the agent itself, with this exit code."""
 
     exit_code: int
     reason: str
@@ -64,14 +64,14 @@ class LookCloser:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReleaseMemory:
-    """Let go of the snapshots of workers that are gone; of all of them where it is None."""
+    """Free the snapshots of these dead workers; None: of all dead workers."""
 
     workers: tuple[int, ...] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassMemory:
-    """Tell a worker where snapshots of a rank are: in the memory of these workers, be they alive or gone."""
+    """Tell a worker where a rank's snapshots are: in the memory of these workers, alive or dead."""
 
     worker: int
     rank: int

@@ -1,9 +1,9 @@
 """Hang detection of the agent's machine: decides from observations which workers are lost.
 
 Only the progress of the *training* thread counts, never a heartbeat of another thread. Lack of progress is a fault only
-if the worker does not wait for another one: a rank inside a collective waits for the rank that has not entered it, and
-killing it would be a bug. Only when every rank of the node waits past its deadline does the agent report the job as
-stalled; all ranks are then stopped, and a rank that does not stop is blamed.
+if the worker does not wait for another one. A rank inside a collective waits for the rank that has not entered it, and
+killing it would be a bug. If every rank of the node waits past its deadline, the agent reports the job as stalled. The
+controller then stops all ranks, and the agent blames a rank that does not stop.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ from keepstep.protocol.messages import Cause, JobStalled, Tag, WorkerLost
 from keepstep.protocol.phases import Phase
 
 WINDOW = 64
-"""Phase durations remembered per phase; the largest of them is the phase's measure."""
+"""Number of recent durations kept for each phase. The deadline of the phase follows from the longest of them."""
 MEASURED = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER})
-"""The phases whose deadline is learned."""
+"""The phases whose deadline follows from measured durations."""
 
 
 def was_passed(before: Tag, after: Tag) -> bool:
-    """Whether a measured phase came to its own end, and was not undone or cut off; ``after`` is the next tag."""
+    """Returns whether a measured phase has ended by itself, and was not undone or interrupted.
+
+    Args:
+        before: the tag in that phase.
+        after: the next tag of the rank.
+    """
     return before.phase in MEASURED and before.generation == after.generation and before.step <= after.step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Observation:
-    """One look at a worker. ``stopped``: the operating system holds the process stopped (SIGSTOP)."""
+    """An observation of a worker's page and process. ``stopped``: SIGSTOP holds the process."""
 
     tag: Tag
     progress: int
@@ -39,25 +44,24 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LivenessSettings:
-    """Deadlines in seconds. The defaults leave room to have repaired a hang within ``max(1 s, 3 x the phase)``."""
+    """Deadlines in seconds. With the defaults, a hang can be repaired within ``max(1 s, 3 x the phase)``."""
 
     floor_s: float = 0.75
     factor: float = 2.5
     """A phase may take ``max(floor_s, factor x its longest recent duration)``."""
     stopped_s: float = 0.3
-    """How long a process may be seen held by SIGSTOP; nothing needs to be guessed there."""
+    """How long SIGSTOP may hold a process. Short, because the operating system shows this state with certainty."""
     unknown_s: float = 120.0
-    """For a phase that has not been seen to end yet: compilation, lazy initialisation."""
+    """Deadline of a phase without a measured duration, which may include compilation and lazy initialisation."""
     between_steps_s: float = 600.0
-    """Between two steps a script evaluates and saves, for as long as it likes."""
+    """Deadline of the start-up and between two steps, where a script may evaluate and save for long."""
     recovery_s: float = 30.0
-    """For connecting groups and moving state; each message moves it on."""
+    """Deadline for connecting groups and moving state. Each sign of progress restarts it."""
     explain_s: float = 30.0
-    """After this time without progress the waits of ranks are reported. Longer than most evaluations on a single rank;
-    shorter than the patience of a person who watches a hanging job."""
+    """After this time without progress, the agent reports where ranks wait. Longer than most evaluations on a single
+    rank, and short enough for a person who watches a hanging job."""
     blind_s: float = 0.5
-    """An agent that did not look for longer was paused itself, and cannot know which workers made progress
-    meanwhile."""
+    """If an agent has not observed for longer, it was paused itself, and cannot know which workers made progress."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,17 +70,18 @@ class _Watched:
     seen: Observation | None = None
     changed_s: float = 0.0
     measured_from_s: float = 0.0
-    """Phases that began earlier are no measure: a recovery is in them, or a time in which the agent did not look."""
+    """Durations of phases that began earlier do not count: they include a recovery or a pause of the agent."""
     stopped_since_s: float | None = None
     stopping: bool = False
     safe: bool = False
     lost: bool = False
     builds: bool = False
-    """A spare was given its rank before it stood at its first step: its script's start is no recovery yet."""
+    """Whether the worker is a spare whose script waits for the rank before its first step. Then the deadline of the
+    start-up holds, not that of a recovery."""
 
 
 class LivenessMachine:
-    """Watches the workers of one node. Feed it looks, call `judge`, obey what it returns."""
+    """Watches the workers of one node. Call `observe` for each worker, then `judge`, and report the verdicts."""
 
     def __init__(self, node: str, settings: LivenessSettings) -> None:
         self.node = node
@@ -86,51 +91,50 @@ class LivenessMachine:
         self._stalled_generation = -1
         self._looked_s: float | None = None
         self.is_initialised = False
-        """Whether a worker has called `keepstep.init()`: only from then on is anything to be seen of what it does."""
+        """Whether a worker has called `keepstep.init()`. Before that, pages show nothing, and there is no deadline."""
 
     def watch(self, worker: int, rank: int | None, now_s: float) -> None:
-        """A worker was started, or a spare was given a rank."""
+        """Begins to watch a started worker, or records the rank of a spare."""
         watched = self._workers.setdefault(worker, _Watched(rank, changed_s=now_s, measured_from_s=now_s))
         watched.rank = rank
 
     def forget(self, worker: int) -> None:
-        """The worker's process is gone."""
+        """Ends the watch of a worker whose process is gone."""
         self._workers.pop(worker, None)
 
     def stopping(self, workers: tuple[int, ...], now_s: float) -> None:
-        """The workers were ordered to stop: from now on a collective does not excuse them, because it has been
-        broken."""
+        """Records an order to stop. From now on a collective does not excuse these workers, because it is broken."""
         for number in workers:
             if number in self._workers:
                 watched = self._workers[number]
                 watched.stopping, watched.safe, watched.changed_s = True, False, now_s
 
     def builds(self, worker: int, *, is_building: bool) -> None:
-        """A spare's script waits for a rank in its start, or has come to its first step."""
+        """Records whether a spare's script waits for a rank during its start-up; False once it is at its first step."""
         if worker in self._workers:
             self._workers[worker].builds = is_building
 
     def safe(self, worker: int) -> None:
-        """The worker stands at its safe point and waits for orders."""
+        """Records that the worker is at its safe point and waits for orders."""
         if worker in self._workers:
             self._workers[worker].safe = True
 
     def recovering(self, worker: int, now_s: float) -> None:
-        """The worker was told how to get to the resume step: connecting and moving state has its own deadline."""
+        """Records that the worker recovers: ``recovery_s`` is the deadline from now on."""
         if worker in self._workers:
             watched = self._workers[worker]
             watched.stopping = watched.safe = True
             watched.changed_s = now_s
 
     def resumed(self, now_s: float) -> None:
-        """Training continues; a rank without progress from now on is reported again."""
+        """Records that training continues. A stall from now on is reported again."""
         self._stalled_generation = -1
         for watched in self._workers.values():
             watched.stopping = watched.safe = False
             watched.changed_s = watched.measured_from_s = now_s
 
     def observe(self, worker: int, look: Observation, now_s: float) -> None:
-        """One look at a worker's page and process."""
+        """Records an observation of a worker's page and process."""
         self._discount_own_pause(now_s)
         watched = self._workers.get(worker)
         if watched is None or (watched.seen is not None and look == watched.seen):
@@ -145,20 +149,20 @@ class LivenessMachine:
             watched.stopped_since_s = now_s
 
     def passed(self, worker: int, phase: Phase, began_s: float, ended_s: float) -> None:
-        """A phase has ended, as the worker's page shows. Call it after `observe`, for the longest of each kind.
+        """Records the duration of a completed phase. Call it after `observe`, for the longest one of each phase.
 
         Args:
-            worker: who was in it.
-            phase: one for which `was_passed`.
-            began_s: when, on the clock of ``now_s``.
-            ended_s: the same.
+            worker: the worker whose page shows the phase.
+            phase: a phase for which `was_passed` is true.
+            began_s: when it began, on the clock of ``now_s``.
+            ended_s: when it ended, on the same clock.
         """
         watched = self._workers.get(worker)
         if watched is not None and not watched.stopping and watched.measured_from_s <= began_s <= ended_s:
             self._durations[phase].append(ended_s - began_s)
 
     def deadline_s(self, worker: int) -> float:
-        """How long this worker may make no progress in its current phase."""
+        """Returns how long this worker may make no progress in its current phase, in seconds."""
         watched = self._workers[worker]
         phase = watched.seen.tag.phase if watched.seen else Phase.STARTING
         if phase is Phase.STARTING and not self.is_initialised:
@@ -171,7 +175,8 @@ class LivenessMachine:
         return max(self.settings.floor_s, self.settings.factor * max(known)) if known else self.settings.unknown_s
 
     def judge(self, now_s: float) -> list[WorkerLost | JobStalled]:
-        """The lost workers; or that all ranks of the node wait past their deadlines, and none of them is to blame."""
+        """Returns the lost workers. If all ranks of the node wait past their deadlines, and none is at fault, returns a
+        `JobStalled` instead, once for each stall."""
         self._discount_own_pause(now_s)
         verdicts: list[WorkerLost | JobStalled] = []
         holders = [number for number, watched in self._workers.items() if watched.rank is not None]
@@ -191,7 +196,11 @@ class LivenessMachine:
         return verdicts
 
     def standing(self, least_s: float, now_s: float) -> list[tuple[int, Observation, float]]:
-        """The workers with ranks that have stood still for so long outside of recoveries, where, and for how long."""
+        """Returns the rank holders without progress for at least ``least_s``, except in recoveries.
+
+        Returns:
+            (worker, its last observation, seconds without progress).
+        """
         return [
             (number, watched.seen, still_s)
             for number, watched in self._workers.items()
@@ -200,7 +209,7 @@ class LivenessMachine:
         ]
 
     def _discount_own_pause(self, now_s: float) -> None:
-        """The agent does not hold the time against a worker in which it was itself suspended, or its clock jumped."""
+        """Extends all deadlines by the time in which the agent itself was paused, or by which its clock jumped."""
         before, self._looked_s = self._looked_s, now_s
         if before is None or abs(now_s - before) <= self.settings.blind_s:
             return

@@ -6,16 +6,16 @@ from collections.abc import Collection
 
 
 def device_for(own: int, taken: Collection[int], closed: Collection[int], num_devices: int) -> int:
-    """The device that a parked spare takes with its rank.
+    """Chooses the device that a parked spare takes with its rank.
 
     Args:
-        own: the number under which it was started, which may be beyond the devices.
+        own: the device number with which it was started, which may be beyond the node's devices.
         taken: the devices of the node's ranks.
-        closed: the sick ones.
-        num_devices: how many the node has.
+        closed: the unhealthy devices.
+        num_devices: number of the node's devices.
 
     Returns:
-        its own if that is free, else the first that is; its own, which it shares then, where none is.
+        ``own`` if it is free, else the first free device. If none is free, ``own``: the spare shares that device.
     """
     free = [device for device in range(num_devices) if device not in taken and device not in closed]
     return own if own in free or not free else free[0]

@@ -16,10 +16,10 @@ from keepstep.protocol.resume import Action
 
 
 def check(stage: Stage, generation: int, roster: Roster, records: Iterable[RecoveryRecord]) -> None:
-    """Checks everything that must hold of a job that enters a stage.
+    """Checks all invariants of a job that enters a stage.
 
     Raises:
-        InternalError: naming the invariant, the stage and the generation.
+        InternalError: an invariant does not hold. The message names it, the stage and the generation.
     """
     for breaches in (_of_roster(stage, roster), _of_stage(stage, roster), _of_records(records)):
         for what in breaches:
@@ -27,10 +27,9 @@ def check(stage: Stage, generation: int, roster: Roster, records: Iterable[Recov
 
 
 def _of_roster(stage: Stage, roster: Roster) -> Iterator[str]:
-    """Counts all workers, which takes some ten milliseconds in a large world.
+    """Yields what is wrong in the roster. It counts all workers, which takes tens of milliseconds in a large job.
 
-    In a recovery that is done once: before the order with which ranks may commit a step again. `Stop` and `Recover` do
-    not wait for it.
+    So a recovery runs it only once, before the order to resume. `Stop` and `Recover` do not wait for it.
     """
     if stage in (Stage.STOPPING, Stage.RECOVERING):
         return
@@ -54,7 +53,7 @@ def _of_roster(stage: Stage, roster: Roster) -> Iterator[str]:
 
 
 def _of_local_ranks(roster: Roster) -> Iterator[str]:
-    """Scripts have lists of ``LOCAL_WORLD_SIZE`` entries, and the first rank of a node saves for all of it."""
+    """Yields wrong local ranks. Scripts use them as indices, and the first rank of a node saves for the whole node."""
     taken = {(each.node, each.local_rank) for each in roster.holders()}
     wrong = [
         each for each in roster.holders() if each.local_rank is None or not 0 <= each.local_rank < each.local_world_size
@@ -79,7 +78,7 @@ def _of_stage(stage: Stage, roster: Roster) -> Iterator[str]:
 def _of_records(records: Iterable[RecoveryRecord]) -> Iterator[str]:
     highest, rewound = 0, False
     for record in records:
-        # A rank that has loaded a checkpoint stays there, also where another loss restarts the recovery.
+        # A rank that has loaded a checkpoint stays at its step, even if another loss restarts the recovery.
         rewound = rewound or Action.REWIND in record.actions.values()
         if record.resume_step is None or record.restored_s is None:
             continue

@@ -18,7 +18,7 @@ from keepstep.protocol.recovery.standstill import Standstill
 
 
 class JobState:
-    """What outlives a stage. The stages read and change it; it decides nothing by itself."""
+    """The state that outlives a stage. The stages read and change it. It makes no decisions."""
 
     def __init__(self, settings: RecoverySettings) -> None:
         self.settings = settings
@@ -27,9 +27,9 @@ class JobState:
         self.roster = Roster(settings, self.quarantine)
         self.snapshots = SnapshotRegister()
         self.membership: Membership | None = None
-        """Of the last generation in which all ranks stood ready; None while all start."""
+        """The membership of the last generation in which all ranks were ready; None while all ranks start."""
         self.told: Membership | None = None
-        """The membership that every agent was told last."""
+        """The last membership that all agents know."""
         self.progress = Progress()
         self.standstill = Standstill(self.roster)
         self.orders = Orders()
@@ -38,17 +38,17 @@ class JobState:
         self.connected: set[int] = set()
         """The rank holders whose groups are connected in this generation."""
         self.writes_checkpoints = False
-        """Whether the scripts write checkpoints, by the last worker that came to its first step."""
+        """Whether the scripts write checkpoints, by the report of the last worker that reached its first step."""
         self.records: list[RecoveryRecord] = []
         self.record = RecoveryRecord(self.generation, "start", "no failure was seen", 0.0)
-        """What happens in this generation. That of the first is not among ``records``: it recovers from nothing."""
+        """The record of this generation. That of the first is not in ``records``, because it is no recovery."""
 
     def tell(self, before: Membership, change: MembershipChange) -> Membership | MembershipChange:
-        """What agents are told of the current membership, which they know from then on.
+        """Returns the membership to send to agents: the change since the last one that they know, or the complete one.
 
         Args:
-            before: the membership that it was made of.
-            change: of that one.
+            before: the former membership.
+            change: the change from ``before`` to the current one.
         """
         assert self.membership is not None
         told, self.told = self.told, self.membership
@@ -59,31 +59,31 @@ class JobState:
         return told.change_to(self.membership)
 
     def pass_snapshots(self, worker: Worker, rank: int, kept: Sequence[KeptSnapshots]) -> None:
-        """Tells a worker where snapshots are in the memory of its node, of the rank that it is given or sends to."""
+        """Orders the agent to give a worker access to kept snapshots of a rank, in memory of its node."""
         others = tuple(each.worker for each in kept if each.worker != worker.worker)
         if others:
             order = PassSnapshots(worker.worker, rank, others)
             self.orders.send(worker.node, order, f"rank {rank} has snapshots in the memory there")
 
     def release_snapshots(self, reason: str) -> None:
-        """What nodes hold of workers that are gone is needed no more."""
+        """Orders the agents to free the snapshots of dead workers."""
         for node, workers in self.snapshots.release().items():
             self.orders.send(node, ReleaseSnapshots(workers), reason)
 
     def explain_death(self, rank: int, cause: str, detail: str) -> None:
-        """How a lost rank's process ended is known, maybe when training goes on already or the rank is lost again."""
+        """Records how a lost rank's process ended, which may be known only after training has resumed."""
         for record in self.records:
             if rank in record.unexplained:
                 record.name_cause(rank, cause, detail)
                 return
 
     def expect_no_explanation(self) -> None:
-        """A node was lost, and with it what its agent had to tell of processes."""
+        """Gives up waiting for exit statuses, because the agent that knew them may be lost with its node."""
         for record in self.records:
             record.unexplained.clear()
 
     def begin_generation(self, cause: str, detail: str, now_s: float) -> None:
-        """A failure has interrupted the ranks: what they said in the last generation counts no more."""
+        """Begins a generation after a failure. Drops the answers of the ranks in the last one."""
         self.generation += 1
         self.record = RecoveryRecord(self.generation, cause, detail, now_s)
         self.connected.clear()

@@ -4,8 +4,8 @@
 a field: call `tick` when `next_deadline` has come. Each effect carries its reason, which log, journal and tests show.
 
 The machine records what each event says about nodes and workers, and asks the current stage for the consequence
-(`keepstep.protocol.recovery.stages`). A stage waits for a set of workers to become empty, and each event ends with that
-check: so a report costs the same with any world size.
+(`keepstep.protocol.recovery.stages`). A stage waits until a set of workers is empty, and each event ends with that
+check. So the cost of a report does not depend on the world size.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from keepstep.protocol.recovery.transitions import (
 
 
 class RecoveryMachine:
-    """Decides for one job. Owns the generation number; never touches a tensor."""
+    """Makes all decisions for one job, and owns its generation number. Not thread-safe."""
 
     def __init__(self, settings: RecoverySettings) -> None:
         self._job = job = JobState(settings)
@@ -63,33 +63,33 @@ class RecoveryMachine:
         self.records = job.records
         """The recoveries, oldest first."""
         self.digests: dict[int, str] = {}
-        """rank -> digest of its parameters after the last step."""
+        """rank -> digest of its protected state after the last step."""
         self.ended: msg.EndJob | None = None
 
     @property
     def stage(self) -> Stage:
-        """Where the job is."""
+        """The current stage of the job."""
         return self._stage.stage
 
     @property
     def generation(self) -> int:
-        """1 at the start, one more with each recovery."""
+        """The current generation: 1 at the start, one more with each recovery."""
         return self._job.generation
 
     @property
     def membership(self) -> msg.Membership | None:
-        """Of the last generation in which all ranks stood ready; None while all start."""
+        """The membership of the last generation in which all ranks were ready; None while all ranks start."""
         return self._job.membership
 
     @property
     def awaited(self) -> set[int]:
-        """The rank holders whose answer the current stage waits for."""
+        """The rank holders for whose answer the current stage waits."""
         return self._stage.awaited
 
-    # ---- the entrances ----------------------------------------------------------------------------------------------
+    # ---- events -----------------------------------------------------------------------------------------------------
 
     def receive(self, node: str, message: msg.Report, now_s: float) -> list[Effect]:
-        """One report of a node in, orders out. Of an older generation only this counts: that a step was completed."""
+        """Processes a report of a node, and returns the orders. Of an older generation, only `StepObserved` counts."""
         if isinstance(message, msg.StepObserved) and self.stage is not Stage.ENDED:
             self.progress.completed(message.step, message.generation)
         generation = None if isinstance(message, msg.WorkerReady) else getattr(message, "generation", None)
@@ -101,14 +101,22 @@ class RecoveryMachine:
     def answered(
         self, nodes: Sequence[str], workers: Sequence[Sequence[int]], answer: msg.GroupAnswer, now_s: float
     ) -> list[Effect]:
-        """The same answer of several nodes, for these workers of each."""
+        """Processes an answer that several nodes have given, each for some of its workers, and returns the orders."""
         if self.stage is Stage.ENDED or answer.generation != self.generation:
             return []
         self._answered(nodes, workers, answer, now_s)
         return self._proceed(now_s)
 
     def node_lost(self, node: str, why: str, since_s: float, now_s: float, *, is_fault: bool = True) -> list[Effect]:
-        """A node was given up, or left, with everything on it. What still runs there is of an old generation."""
+        """Processes the loss of a node with all its workers, and returns the orders.
+
+        Args:
+            node: the node.
+            why: the reason, for log and report.
+            since_s: when the controller last heard the node.
+            now_s: the present time.
+            is_fault: False if the node has left by itself; then it does not count for the quarantine.
+        """
         if self.stage is Stage.ENDED:
             return []
         if is_fault and node in self.roster.nodes:
@@ -127,12 +135,12 @@ class RecoveryMachine:
         return self._proceed(now_s)
 
     def restarted(self, now_s: float) -> list[Effect]:
-        """The controller is back after a crash, with its journal: what was lost is the rendezvous of the ranks."""
+        """Processes the restart of the controller with its journal. It has lost the rendezvous, which was in memory."""
         self._go(self._stage.controller_restarted(now_s), now_s)
         return self._proceed(now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Acts on a deadline that has come; harmless when none has."""
+        """Acts on a deadline that has come, and returns the orders. Does nothing if none has come."""
         if self.stage is Stage.ENDED:
             return []
         stage, drain_due_s = self._stage, self._job.drain.due_s(self._stage.drain_share)
@@ -147,21 +155,21 @@ class RecoveryMachine:
         return self._proceed(now_s)
 
     def next_deadline(self) -> float | None:
-        """When `tick` is next due; None while nothing is waited for."""
+        """Returns when `tick` is next due; None if there is no deadline."""
         if self.stage is Stage.ENDED:
             return None
         dues = (self._stage.deadline_s, self.standstill.due_s, self._job.drain.due_s(self._stage.drain_share))
         return min((due for due in dues if due is not None), default=None)
 
     def drain_asked(self, reason: str, now_s: float) -> list[Effect]:
-        """The job must end soon, at a step that all ranks have completed. Asked once more it changes nothing."""
+        """Begins a drain: the job ends soon, at a step that all ranks have completed. A second call has no effect."""
         if self._job.drain.reason is None and self.stage is not Stage.ENDED:
             self._job.drain.begin(reason, now_s)
             self._go(self._stage.drain_asked(), now_s)
         return self._proceed(now_s)
 
     def called_off(self, order: msg.EndJob, now_s: float) -> list[Effect]:
-        """The launcher wants the job ended."""
+        """Ends the job with the launcher's order."""
         if self.stage is not Stage.ENDED:
             self._go(ToEnded(order), now_s)
         return self._job.orders.take()
@@ -169,17 +177,17 @@ class RecoveryMachine:
     # ---- from stage to stage ----------------------------------------------------------------------------------------
 
     def _proceed(self, now_s: float) -> list[Effect]:
-        """The end of every event: the stage goes on when it has all that it waits for. Returns the event's orders."""
+        """Ends every event: continues to the next stage if nothing is awaited any more. Returns the event's orders."""
         self.quarantine.release(now_s)
         self._claims.follow()
         self._go(self._stage.proceed(now_s), now_s)
         return self._job.orders.take()
 
     def _go(self, to: Next, now_s: float) -> None:
-        """Does what the stage says: goes on to another one, and checks everything that must hold there.
+        """Carries out a stage's decision: goes to the next stage, and checks the invariants there.
 
         Raises:
-            InternalError: that stage cannot follow the present one, or something does not hold.
+            InternalError: the next stage cannot follow the current one, or an invariant does not hold.
         """
         if isinstance(to, GiveUp):
             self._act_on_losses(to.losses, now_s)
@@ -238,7 +246,7 @@ class RecoveryMachine:
                     self.standstill.stands(message, now_s)
             case msg.StepObserved():
                 self._job.record.observe_step(message.node, message.at_s, message.step_s)
-                # A rank has passed the gradient barrier, so each has its snapshots of the step at which all resumed.
+                # A rank has passed the gradient barrier, so each rank has a snapshot of the resume step.
                 self._job.release_snapshots("all ranks have their snapshots again")
                 self._go(self._stage.step_observed(now_s), now_s)
             case msg.StoreRequested():
@@ -253,7 +261,7 @@ class RecoveryMachine:
     def _answered(
         self, nodes: Sequence[str], workers: Sequence[Sequence[int]], message: msg.GroupAnswer, now_s: float
     ) -> None:
-        """An answer that all ranks give, for those of some nodes: a hundred thousand of them come at once."""
+        """Records an answer of workers of some nodes. It must be fast: a hundred thousand ranks answer at once."""
         job = self._job
         numbers = self.roster.live_on(nodes, workers)
         if not numbers:
@@ -326,7 +334,7 @@ class RecoveryMachine:
     # ---- losses -----------------------------------------------------------------------------------------------------
 
     def _is_in_start_up(self, worker: Worker) -> bool:
-        """Whether a failing script ends the job: restarted it would fail again, and nothing is lost yet."""
+        """Whether a script's failure ends the job: it would fail again after a restart, and nothing is lost yet."""
         if worker.rank is None or worker.lost or self.progress.has_trained:
             return False
         return self._stage.prepares_training
@@ -349,7 +357,7 @@ class RecoveryMachine:
             self._act_on_losses([(worker, message)], now_s)
 
     def _act_on_losses(self, lost: Iterable[tuple[Worker, msg.WorkerLost]], now_s: float) -> None:
-        """What the loss of workers at one moment, marked as lost already, gives rise to."""
+        """Carries out the consequences of workers lost at one moment. They are marked as lost already."""
         failures: list[Failure] = []
         spares: list[tuple[Worker, msg.WorkerLost]] = []
         for worker, message in lost:

@@ -1,4 +1,4 @@
-"""The processes that agents start and end: ranks at the start, spares, and fresh ones if no spare is left."""
+"""The processes that agents start and end: first all ranks, then spares, and fresh ones if no spare is left."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from keepstep.protocol.recovery.placement.roster import Node, Roster, Worker
 from keepstep.protocol.recovery.settings import RecoverySettings
 
 MAX_SPARE_FAILURES = 3
-"""How many fresh processes lost in a row, none of which came to its first step, are replaced by another."""
+"""How many fresh processes in a row may be lost before their first step, and are replaced."""
 
 
 class Processes:
-    """Starts what the job needs, as far as the budget and the room on the nodes go."""
+    """Starts and ends the job's processes, within the budget and the room on the nodes."""
 
     def __init__(self, settings: RecoverySettings, roster: Roster, orders: Orders) -> None:
         self._settings = settings
         self._roster = roster
         self._orders = orders
         self._failures = 0
-        """Fresh processes lost in a row."""
+        """Number of fresh processes lost in a row before their first step."""
 
     @property
     def keep_failing(self) -> bool:
-        """Whether so many fresh processes were lost in a row that no other one is tried."""
+        """Whether so many fresh processes were lost in a row that the machine starts no other one."""
         return self._failures > MAX_SPARE_FAILURES
 
     def room_for_ranks(self) -> int:
-        """How many ranks the nodes have room for, with devices shared where that is allowed."""
+        """Returns for how many ranks the nodes have room, including shared devices if that is allowed."""
         return sum(self._share(node) + node.num_shareable for node in self._roster.nodes.values())
 
     def _share(self, node: Node) -> int:
-        """How many ranks belong on a node."""
+        """Returns how many ranks belong on a node."""
         return min(node.num_free, self._settings.ranks_per_node or node.num_free)
 
     def all_ranks_fit(self) -> bool:
-        """Whether each rank can have a device. Asked of each node that joins, it counts only where it can be enough."""
+        """Returns whether each rank can have a device. Called for each node that joins, so it counts only if needed."""
         world_size, free = self._settings.world_size, self._roster.num_free
         if free < world_size or len(self._roster.nodes) * (self._settings.ranks_per_node or world_size) < world_size:
             return False
         return sum(self._share(node) for node in self._roster.nodes.values()) >= world_size
 
     def all_spares_fit(self) -> bool:
-        """Whether there is room for all spares beside all ranks."""
+        """Returns whether there is room for all ranks and all spares."""
         return self._roster.num_free >= self._settings.world_size + self._settings.num_spares
 
     def start_ranks(self, reason: str) -> None:
-        """A process for every rank, node by node; those in quarantine come last. Then devices are shared."""
+        """Starts a process for every rank, node by node. Nodes in quarantine come last, then shared devices."""
         nodes = self._roster.nodes.values()
         order = sorted(nodes, key=lambda each: (self._roster.is_held(each.name), each.position))  # a stable sort
         places = [node for node in order for _ in range(self._share(node))]
@@ -68,9 +68,9 @@ class Processes:
         self._fence(list(self._roster.holders()), reason)
 
     def top_up_spares(self, reason: str) -> None:
-        """Brings the number of spares back to what was asked for: of sound ones where they can be had.
+        """Starts spares until there are as many as requested, and one more for each rank that must move.
 
-        Each rank that must move needs one more.
+        Spares in quarantine do not count, unless there is no room elsewhere.
         """
         wanted = self._settings.num_spares + len(self._roster.displaced())
         for _ in range(wanted - self._roster.num_sound_spares):
@@ -82,14 +82,14 @@ class Processes:
             self._start_spare(node.name, reason)
 
     def start_fresh(self, missing_ranks: list[int], tied: Mapping[int, str]) -> bool:
-        """Starts what the spares that are there, warm or still starting, do not cover.
+        """Starts fresh processes for the missing ranks that existing spares, warm or still starting, do not cover.
 
         Args:
-            missing_ranks: those that no live worker holds.
-            tied: those of them whose process has to be on a node.
+            missing_ranks: the ranks that no live worker holds.
+            tied: missing rank -> the node on which its process must be.
 
         Returns:
-            False where the budget is used up. Where there is no room, a node that joins may bring it.
+            False if the budget is used up. A lack of room is no failure, because a node may join.
         """
         there = Counter(spare.node for spare in self._roster.spares())
         for rank, node in tied.items():
@@ -113,15 +113,15 @@ class Processes:
         self._fence(list(self._roster.spares()), reason)
 
     def close_node(self, name: str, reason: str) -> None:
-        """A node drains: its ranks must move, and its spares end."""
+        """Closes a node that drains: its ranks must move, and its spares end."""
         self._fence(self._roster.close_node(name), reason)
 
     def close_devices(self, name: str, devices: Collection[int], reason: str) -> None:
-        """Devices of a node are sick: the ranks there must move, and the spares there end."""
+        """Closes unhealthy devices of a node: the ranks there must move, and the spares there end."""
         self._fence(self._roster.close_devices(name, devices, reason), reason)
 
     def none_can_come(self, num_missing: int) -> bool:
-        """Whether there are fewer spares than that, no room for more, and no node that may join and bring it."""
+        """Returns whether spares and room are too few for ``num_missing`` ranks, and no other node may join."""
         if self._settings.nodes_may_join:
             return False
         return len(self._roster.spares()) + sum(node.num_room for node in self._roster.nodes.values()) < num_missing
@@ -132,10 +132,10 @@ class Processes:
             self._orders.fence(worker, reason)
 
     def move(self, membership: Membership, now_s: float) -> list[tuple[Worker, WorkerLost]]:
-        """Marks the workers as lost whose ranks go elsewhere now, and says why of each.
+        """Marks displaced workers as lost whose ranks can move now, and returns them with the reasons.
 
-        They go as far as warm spares can take their ranks and others hold their shards. None goes while more such
-        spares are still starting: all go in one recovery.
+        A rank can move if a warm spare can take it and another rank holds its shard. No rank moves while more useful
+        spares are still starting, so that all move in one recovery.
         """
         roster = self._roster
         displaced = roster.displaced()
@@ -162,11 +162,11 @@ class Processes:
         return "it shared a device, and another one is free"
 
     def lost_before_ready(self) -> None:
-        """A fresh process was lost on its way to its first step."""
+        """Records that a fresh process was lost before its first step."""
         self._failures += 1
 
     def came_up(self) -> None:
-        """A fresh process stands at its first step."""
+        """Records that a fresh process has reached its first step."""
         self._failures = 0
 
     def _start_spare(self, node: str, reason: str) -> None:

@@ -1,46 +1,46 @@
-"""The job's progress, and whether it makes any."""
+"""The job's progress through its steps."""
 
 from __future__ import annotations
 
 
 class Progress:
-    """Steps reached, and the generations in which that was."""
+    """The steps that the job has reached, and the generation of its last progress."""
 
     def __init__(self) -> None:
         self.trained_to = 0
-        """The greatest step at which the job is known to have been."""
+        """The greatest step that the job is known to have reached."""
         self.resume_at = 0
-        """Where the present or the last recovery takes it."""
+        """The resume step of the current or last recovery."""
         self.has_trained = False
-        """Whether all ranks ever stood at a step together: before that, a script that fails is at fault itself."""
+        """Whether all ranks were ever at a step together. Before that, a failure of a script is its own fault."""
         self.is_initialised = False
-        """Whether a rank has called `keepstep.init()`. Until then it may be a script that never does: nothing is known
-        of what it does, none of its ranks can be replaced, and a spare that ran it would meet the ranks."""
+        """Whether a rank has called `keepstep.init()`. A script may never call it. Before the call, its progress is
+        unknown, its ranks cannot be replaced, and a spare that ran it would interfere with the ranks."""
         self.is_fresh = True
-        """Whether no live rank has trained yet: all were started since the job last did, if it ever did."""
+        """Whether no live rank has trained yet: either the job never has, or all ranks were started since."""
         self.last_generation = 1
-        """The newest in which a step was completed."""
+        """The newest generation in which a step was completed."""
 
     def reached(self, step: int) -> None:
-        """The job was at this step."""
+        """Records that the job has reached a step."""
         self.trained_to = max(self.trained_to, step)
 
     def completed(self, step: int, generation: int) -> None:
-        """A step was completed."""
+        """Records that a step was completed in a generation."""
         self.reached(step + 1)
         self.last_generation = max(self.last_generation, generation)
 
     def resumes(self, step: int, generation: int) -> None:
-        """A recovery takes all ranks to a step."""
-        if step > self.resume_at:  # they came that far, be it only by finishing the step when they were stopped
+        """Records the resume step of a recovery."""
+        if step > self.resume_at:  # the last generation made progress, maybe only by finishing a step when stopped
             self.last_generation = max(self.last_generation, generation - 1)
         self.resume_at = step
 
     def stands(self) -> None:
-        """All ranks are at the resume step."""
+        """Records that all ranks are at the resume step."""
         self.reached(self.resume_at)
         self.has_trained, self.is_fresh = True, False
 
     def would_begin_again(self, step: int) -> bool:
-        """Whether fresh ranks at this step would begin at 0 what has trained before."""
+        """Returns whether fresh ranks would begin at step 0 although the job has trained before."""
         return self.is_fresh and step == 0 < self.trained_to

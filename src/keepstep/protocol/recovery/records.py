@@ -1,4 +1,4 @@
-"""The record of one recovery, from which the report, the drill's table and the timeline are made."""
+"""The record of one recovery. The report, the drill's table and the timeline are made of it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from keepstep.protocol.resume import Action
 
 
 class Origin(enum.StrEnum):
-    """Where the state comes from with which a rank goes on."""
+    """The source of the state with which a rank resumes."""
 
     OWN = "own copy"
-    """It kept its copy, and ran the update that it was synced for, or undid the step that broke off."""
+    """The rank kept its copy. It ran the update for which it was synced, or undid the interrupted step."""
     REPLICA = "replica"
-    """From live ranks that hold the same shard."""
+    """The rank received the state from live ranks with the same shard."""
     SNAPSHOT = "snapshot in memory"
-    """From its own snapshot, or that of the process that held the rank before, in the memory of the node, or from the
-    second copy on another one."""
+    """The rank loaded a snapshot in its node's memory, its own or that of the rank's former process, or received the
+    second copy from another node."""
     CHECKPOINT = "checkpoint"
-    """From a file."""
+    """The rank loaded a checkpoint file."""
 
 
 class Warmth(enum.StrEnum):
-    """How far a process was when it was given a lost rank."""
+    """The state of a process when it took a lost rank."""
 
     WARM = "warm"
-    """It stood before its first step."""
+    """The process waited at its first step."""
     HALF_WARM = "half-warm"
-    """Its script could go no further without a rank: it had imported, and perhaps built its model."""
+    """The script waited at a line that needs the rank. It had done its imports, and perhaps built its model."""
     COLD = "cold"
-    """It was started, or its node joined, after the rank was lost."""
+    """The process was started, or its node joined, after the rank was lost."""
 
 
 class Failure(msgspec.Struct):
@@ -44,43 +44,43 @@ class Failure(msgspec.Struct):
     step: int | None
     phase: str | None
     since_s: float
-    """Monotonic time of the failure itself, as well as it is known."""
+    """Estimated time of the failure itself, on the controller's monotonic clock."""
 
 
 class RecoveryRecord(msgspec.Struct):
-    """One recovery, begun by a failure and ended by training, or by the next failure (``superseded``).
+    """One recovery. It begins with a failure, and ends with training or with the next failure (``superseded``).
 
-    All times are the monotonic clock of the controller in seconds; None where the recovery did not get there.
+    All times are in seconds on the controller's monotonic clock. A time is None if the recovery did not get there.
     """
 
     generation: int
     cause: str
     detail: str
     begun_s: float
-    """The controller learned of the failure."""
+    """When the controller learned of the failure."""
     failures: list[Failure] = msgspec.field(default_factory=list)
     unexplained: set[int] = msgspec.field(default_factory=set)
-    """The lost ranks of which the agent will tell how their process ended; until then the recovery is not reported."""
+    """Lost ranks whose exit status the agent has yet to report. The recovery's report waits for that."""
     stopped_s: float | None = None
-    """The last survivor reached its safe point and the last lost process was gone."""
+    """When the last survivor had reached its safe point, and the last lost process was gone."""
     decided_s: float | None = None
-    """Resume step and replacements were fixed (later than ``stopped_s`` by the wait for a replacement)."""
+    """When resume step and replacements were decided: later than ``stopped_s`` by the wait for a replacement."""
     reset_s: float | None = None
-    """The last rank had its process groups connected."""
+    """When the last rank had connected its process groups."""
     restored_s: float | None = None
-    """The last rank stood at the resume step, checked."""
+    """When the last rank was at the resume step, with its state verified."""
     resumed_s: float | None = None
-    """The last rank completed its first step of the new generation."""
+    """When the last rank had completed its first step of the new generation."""
     first_step_s: float | None = None
-    """How long that step itself took on the slowest rank."""
+    """Duration of that step on the slowest rank, in seconds."""
     resume_step: int | None = None
     stopped_at_step: int | None = None
     """The furthest step that a survivor had begun when it was stopped."""
     actions: dict[int, str] = msgspec.field(default_factory=dict)
     replacements: dict[int, int] = msgspec.field(default_factory=dict)
-    """rank -> worker that took it."""
+    """rank -> the worker that took it."""
     warmth: dict[int, Warmth] = msgspec.field(default_factory=dict)
-    """rank -> how far that worker was."""
+    """rank -> the state of that worker when it took the rank."""
     received_bytes: int = 0
     read_checkpoint: set[int] = msgspec.field(default_factory=set)
     """The ranks that rewound to a checkpoint."""
@@ -92,11 +92,11 @@ class RecoveryRecord(msgspec.Struct):
 
     @property
     def num_exceptions(self) -> int:
-        """How many ranks were lost because their script raised."""
+        """Number of ranks that were lost because their script raised an exception."""
         return sum(failure.cause == Cause.EXCEPTION for failure in self.failures)
 
     def add_failure(self, failure: Failure, cause: str, detail: str) -> None:
-        """One more lost rank; the first of them says why the recovery was begun, also where a hint came before it."""
+        """Adds a lost rank. The first one sets the recovery's cause, even if a hint has begun the recovery."""
         if not self.failures:
             self.cause, self.detail = cause, detail
         self.failures.append(failure)
@@ -104,7 +104,7 @@ class RecoveryRecord(msgspec.Struct):
             self.unexplained.add(failure.rank)
 
     def name_cause(self, rank: int, cause: str, detail: str) -> None:
-        """How a lost rank's process ended is known now."""
+        """Records how a lost rank's process ended."""
         self.unexplained.discard(rank)
         for failure in self.failures:
             if failure.rank == rank:
@@ -113,7 +113,7 @@ class RecoveryRecord(msgspec.Struct):
                 failure.cause, failure.detail = cause, detail
 
     def origins(self) -> dict[int, Origin]:
-        """rank -> where the state comes from with which it goes on; empty before that is decided."""
+        """Returns rank -> source of its state. Empty before the decision."""
         found = {}
         for rank, action in self.actions.items():
             match Action(action):
@@ -126,17 +126,17 @@ class RecoveryRecord(msgspec.Struct):
         return found
 
     def observe_step(self, node: str, at_s: float, step_s: float) -> None:
-        """A node's ranks have completed their first step of the new generation; the last and the slowest count."""
+        """Records that a node's ranks have completed their first step. The latest time and longest duration count."""
         self.observed_on.add(node)
         self.resumed_s = max(self.resumed_s or at_s, at_s)
         self.first_step_s = max(self.first_step_s or 0.0, step_s)
 
     @property
     def steps_recomputed(self) -> int | None:
-        """How many steps are computed again because of this failure: 0 or 1, or those since the newest snapshot.
+        """Number of steps computed again because of this failure: 0 or 1, or those since the newest snapshot.
 
-        Counted from the step in which the lost rank was (or the furthest survivor, where no rank was lost): what a
-        survivor had begun of the step after it had to wait for the lost rank in any case.
+        Counted from the step of the lost rank, or of the furthest survivor if no rank was lost. A survivor's part of
+        the next step does not count, because it would have waited for the lost rank in any case.
         """
         if self.resume_step is None:
             return None
@@ -145,7 +145,7 @@ class RecoveryRecord(msgspec.Struct):
         return None if furthest is None else max(0, furthest + 1 - self.resume_step)
 
     def parts(self) -> list[tuple[str, float | None, float | None]]:
-        """What the recovery consists of, each part with its beginning and end; ``gap`` is the whole of it."""
+        """Returns (name, begin, end) of each part of the recovery; ``gap`` is all of it."""
         since = min(
             (failure.since_s for failure in self.failures if failure.since_s < self.begun_s), default=self.begun_s
         )
@@ -160,10 +160,10 @@ class RecoveryRecord(msgspec.Struct):
         ]
 
     def milliseconds(self) -> dict[str, float | None]:
-        """The parts of the recovery: detect, stop, decide, reset, restore, resume, and the whole gap.
+        """Returns the durations of the parts in milliseconds: detect, stop, decide, reset, restore, resume, and gap.
 
-        ``gap`` runs from the failure to the first step completed by all; ``resume`` is its last part, in which that
-        step is computed.
+        ``gap`` is the time from the failure until all ranks have completed a step. ``resume`` is its last part, in
+        which they compute that step.
         """
         return {
             name: None if begin is None or end is None else round((end - begin) * 1000, 3)

@@ -6,45 +6,46 @@ import dataclasses
 
 EXIT_FAILED = 1
 EXIT_DRAINED = 1
-"""torchrun's, where a signal has ended it (measured with torch 2.13)."""
+"""The exit code of torchrun when a signal has ended it (measured with torch 2.13)."""
 EXIT_NOTHING_TO_RECOVER = 75
 EXIT_TOO_FEW_RANKS = 76
 
 GRACE_S = 30.0
-"""torchrun's ``--shutdown-timeout``, and the ``terminationGracePeriodSeconds`` of Kubernetes."""
+"""The default of torchrun's ``--shutdown-timeout``, and of Kubernetes' ``terminationGracePeriodSeconds``."""
 QUARANTINE_FAILURES = 2
 QUARANTINE_WINDOW_S = 3600.0
-"""Twice within an hour, of a node that otherwise fails once in half a year: Meta's research clusters had 2 to 7
-failures in 1,000 node-days (Kokolis et al., *Revisiting Reliability in Large-Scale Machine Learning Research Clusters*,
-2024)."""
+"""Two failures within an hour mean a fault, because a healthy node fails about once in half a year: Meta's research
+clusters had 2 to 7 failures in 1,000 node-days (Kokolis et al., *Revisiting Reliability in Large-Scale Machine Learning
+Research Clusters*, 2024)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecoverySettings:
-    """What the user may set of the controller's machine. Durations in seconds."""
+    """The user's settings of the controller's machine. Durations in seconds."""
 
     world_size: int
     num_spares: int
     ranks_per_node: int | None = None
-    """None: as many as a node has room for."""
+    """Most ranks on a node; None: as many as the node has room for."""
     most_per_node: int = 0
-    """So many workers a node takes in where there is no other room: they share its devices, until others are free."""
+    """Most workers on a node if no other device is free. They share the node's devices until others are free. 0: no
+    sharing."""
     max_restarts: int | None = None
-    """Processes that may be started beyond the first ones; None: no bound while the job makes progress."""
+    """Most processes that may be started in addition to the first ones; None: no limit while the job makes progress."""
     max_recoveries_without_progress: int = 8
-    """A step that fails so often in a row will fail again: the job ends instead of looping for ever."""
+    """The job ends after more recoveries in a row without a completed step, because such a step will fail again."""
     nodes_may_join: bool = True
-    """False where the job's only node is there from the start: no other one brings room for a rank that has none."""
+    """False if the job has one node from the start, so that no other node can bring room for a rank."""
     start_deadline_s: float = 1800.0
     spares_grace_s: float = 30.0
     """How long the controller waits for nodes with room for the spares, once there is room for all ranks."""
     stop_deadline_s: float = 600.0
-    """A backstop: the agent of a survivor that stands still finds it long before."""
+    """A last resort: the agent of a survivor that hangs finds it long before."""
     recover_deadline_s: float = 300.0
     end_deadline_s: float = 60.0
     grace_s: float = GRACE_S
-    """From the beginning of a drain until the agents kill what still runs."""
+    """Time from the start of a drain until the agents kill the remaining processes."""
     quarantine_failures: int = QUARANTINE_FAILURES
-    """The machine gives nothing to a node or device that failed so often within the window while another one has room.
-    0 disables the quarantine."""
+    """A node or device that failed so often within the window gets ranks and spares only if no other one has room. 0
+    disables the quarantine."""
     quarantine_window_s: float = QUARANTINE_WINDOW_S

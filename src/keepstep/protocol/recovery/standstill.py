@@ -11,59 +11,59 @@ from keepstep.protocol.waiting.explanation import RankState, explain, uneven
 from keepstep.protocol.waiting.operations import Standing
 
 GRACE_S = 1.0
-"""What the agents of several nodes tell at one moment is waited for, so that one sentence holds all of it."""
+"""How long to wait for reports of other nodes, so that one sentence contains all of them."""
 LEAST_S = 10.0
-"""Between two sentences, however often the situation changes."""
+"""Least time between two sentences, however often the situation changes."""
 REPEAT_S = 290.0
-"""The same sentence is told again after so long; agents report again a little later (`watch.REPEAT_S`)."""
+"""The same sentence is repeated after so long. Agents repeat their reports a little later (`watch.REPEAT_S`)."""
 
 
 class Standstill:
-    """Of one job, in its present generation."""
+    """The ranks without progress of one job, in its current generation."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self.text: str | None = None
-        """Which ranks wait where, in one sentence; None while none waits for long."""
+        """One sentence that says which ranks wait where; None if no rank waits for long."""
         self.told = ""
-        """What was told last."""
+        """The last published sentence."""
         self.num_told = 0
-        """How often there was something new to tell, so that a log knows."""
+        """How often there was a new sentence, so that a log can notice a new one."""
         self.due_s: float | None = None
         """When `tick` is due."""
         self._moving: set[str] = set()
-        """The nodes with ranks of which not all are known to wait in a collective past its deadline."""
+        """The nodes that have not reported that all their ranks wait in a collective past its deadline."""
         self._by_node: dict[str, dict[int, tuple[Standing, float]]] = {}
-        """By node and worker, with the time since which it has stood still."""
+        """node -> worker -> (its report, time of its last progress)."""
         self._finished_at: dict[int, int] = {}
         self._situation = ""
-        """What was told last, without durations."""
+        """The last published sentence, without durations."""
         self._told_s = float("-inf")
 
     def clear(self) -> None:
-        """A new generation begins: what stood still is stopped."""
+        """Forgets all reports, because a new generation begins."""
         self.text, self.due_s, self._situation = None, None, ""
         self._by_node.clear()
         self._finished_at.clear()
 
     def all_move(self) -> None:
-        """Every rank trains."""
+        """Records that every rank trains."""
         self._moving = {worker.node for worker in self._roster.holders()}
 
     def stalled(self, node: str) -> bool:
-        """All ranks of a node wait past their deadlines; says whether all ranks of all nodes do.
+        """Records that all ranks of a node wait past their deadlines. Returns whether this is true of all nodes.
 
-        Where another node still moves, the rank to blame is there, and its agent finds it.
+        If another node makes progress, the rank at fault is there, and its agent finds it.
         """
         self._moving.discard(node)
         return not self._moving
 
     def finished(self, workers: Iterable[int], step: int) -> None:
-        """The loops of workers have ended after so many steps."""
+        """Records that the loops of workers have ended after ``step`` steps."""
         self._finished_at |= dict.fromkeys(workers, step)
 
     def stands(self, message: RanksStand, now_s: float) -> None:
-        """An agent tells which of its ranks stand still."""
+        """Processes an agent's report on its ranks without progress."""
         known = self._roster.workers
         found = {each.worker: (each, now_s - each.still_s) for each in message.standing if each.worker in known}
         self._by_node[message.node] = {n: each for n, each in found.items() if known[n].node == message.node}
@@ -77,7 +77,7 @@ class Standstill:
         self.tick(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Tells what is due, if it is new; harmless when nothing is."""
+        """Publishes a due sentence, if it is new. Does nothing if none is due."""
         if self.due_s is None or now_s < self.due_s:
             return
         self.due_s = None
@@ -88,12 +88,12 @@ class Standstill:
             self.num_told += 1
 
     def explained(self, detail: str, now_s: float) -> str:
-        """Why the job was stopped, and where all ranks are as far as the agents have told."""
+        """Returns ``detail`` with the explanation of where ranks wait, if there is one."""
         where = explain(self._states(), now_s)
         return f"{detail}: {where}" if where else detail
 
     def uneven(self) -> str | None:
-        """Why no rank can complete a further step, where that is certain."""
+        """Returns why no rank can complete another step; None if that is not certain."""
         return uneven(self._states()) if self._finished_at and self._by_node else None
 
     def _states(self) -> list[RankState]:

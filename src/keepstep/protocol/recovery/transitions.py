@@ -12,7 +12,7 @@ from keepstep.protocol.recovery.records import Failure
 
 
 class Stage(enum.StrEnum):
-    """Where the job is; a recovery goes stopping -> recovering -> training."""
+    """The stages of a job. A recovery goes stopping -> recovering -> training."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -55,7 +55,7 @@ TRANSITIONS: dict[Stage, dict[Stage, str]] = {
     Stage.DRAINING: {Stage.ENDED: "scripts ended, or grace period over"},
     Stage.ENDED: {},
 }
-"""Which stage may follow which, and on what; the diagram in docs/PROTOCOL.md is drawn from it."""
+"""stage -> next stage -> its causes. The diagram in docs/PROTOCOL.md is drawn from it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,12 +74,12 @@ class ToStopping:
     cause: str
     detail: str
     failures: tuple[Failure, ...]
-    """The lost ranks; none where no rank is known to be lost."""
+    """The lost ranks; empty if no rank is known to be lost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToRecovering:
-    """All ranks are held and stand still: they go to one step."""
+    """All ranks are held by stopped workers. Now they go to one step."""
 
     stage: ClassVar[Stage] = Stage.RECOVERING
     step: int
@@ -109,7 +109,7 @@ class ToRescuing:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToDraining:
-    """The drain of the job has come to its last part: every script gets SIGTERM."""
+    """The last part of a drain: every script gets SIGTERM."""
 
     stage: ClassVar[Stage] = Stage.DRAINING
     how: str
@@ -130,10 +130,10 @@ Transition: TypeAlias = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The stage takes live workers for lost; the roster has them as lost already."""
+    """The stage gives up live workers. The roster has them as lost already."""
 
     losses: list[tuple[Worker, WorkerLost]]
 
 
 Next: TypeAlias = Transition | GiveUp | None
-"""What follows from an event, as the current stage says; None: the job stays where it is."""
+"""The current stage's decision after an event. None: the job stays in the stage."""

@@ -1,11 +1,12 @@
-"""Bundles: packets that many nodes send at the same moment, merged into one and split again.
+"""Bundles: packets of many nodes with the same messages, merged into one and split again.
 
 After an order to all ranks, every agent sends the same answer. A packet costs the controller tens of microseconds,
-mostly for work that is equal for all: decode the answer, change the job's state, write the journal. A bundle contains
-the answer once, and the numbers and workers of each node. In the other direction it contains an order to all ranks
-once, and the numbers of each node.
+mostly for work that is the same for all: decode the answer, change the job's state, write the journal. A bundle
+contains the answer once, and the numbers and workers of each node. In the other direction it contains an order to all
+ranks once, and the numbers of each node.
 
-A bundle has the same content as its packets: numbers, incarnations and leases are those of the agents.
+A bundle has the same content as its packets: the numbers and incarnations are those of the agents, and each agent keeps
+its own lease.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import msgspec
 from keepstep.protocol.messages import AgentOrder, AnyMessage, GroupAnswer, Packet, Report
 
 Row: TypeAlias = tuple[str, int, int, int, tuple[int, ...]]
-"""What a packet of a bundle has of its own: node, incarnation, first number, received, workers."""
+"""The part of a packet that is not shared in its bundle: node, incarnation, first number, received, workers."""
 
 
 class PacketBundle(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Packets of several nodes with the same messages; the first five fields have one entry for each node.
+    """Packets of several nodes with the same messages. The first five fields have one entry for each node.
 
-    No node occurs twice. In answers (`GroupAnswer`) the field ``workers`` is left empty; ``workers`` of the bundle
-    holds by node those for which it answers. In a bundle of other messages these entries are empty.
+    No node occurs twice. In answers (`GroupAnswer`) the field ``workers`` is empty; ``workers`` of the bundle has, for
+    each node, the workers that answer. In a bundle of other messages these entries are empty.
     """
 
     nodes: tuple[str, ...]
@@ -37,12 +38,12 @@ class PacketBundle(msgspec.Struct, frozen=True, tag=True, array_like=True, forbi
 
     @classmethod
     def of(cls, rows: Iterable[Row], messages: tuple[Report | AgentOrder, ...]) -> PacketBundle:
-        """The bundle of these nodes, at least one."""
+        """Returns the bundle of these rows, at least one, with the given messages."""
         nodes, incarnations, firsts, received, workers = zip(*rows, strict=True)
         return cls(nodes, incarnations, firsts, received, workers, messages)
 
     def packet(self, index: int) -> Packet:
-        """The packet of one of the nodes."""
+        """Returns the packet of one node, by its index."""
         workers, messages = self.workers[index], self.messages
         if workers:
             messages = tuple(msgspec.structs.replace(each, workers=workers) for each in messages)
@@ -50,12 +51,12 @@ class PacketBundle(msgspec.Struct, frozen=True, tag=True, array_like=True, forbi
         return Packet(self.nodes[index], *numbers, messages, misses=False)
 
     def packets(self) -> Iterator[Packet]:
-        """All its packets."""
+        """Returns the packets of all nodes."""
         return map(self.packet, range(len(self.nodes)))
 
 
 class NodeConnected(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """A node's agent has opened a connection to this relay: what it sent or was sent before may have been lost."""
+    """A node's agent has opened a connection to this relay. Messages before that, in either direction, may be lost."""
 
     node: str
 
@@ -71,10 +72,10 @@ Item: TypeAlias = PacketBundle | NodeConnected | NodeSaid
 
 
 def bundled(items: Iterable[NodeConnected | NodeSaid]) -> list[Item]:
-    """Bundles the packets that say the same. What one node said stays in its order.
+    """Bundles packets with the same messages. The messages of one node stay in order.
 
     Args:
-        items: what came from the agents, in the order in which it came.
+        items: messages of the agents, in the order of their arrival.
     """
     found: list[Item] = []
     open_bundles: dict[tuple[GroupAnswer, ...], list[Row]] = {}
@@ -98,7 +99,10 @@ def bundled(items: Iterable[NodeConnected | NodeSaid]) -> list[Item]:
 
 
 def _common(message: AnyMessage) -> tuple[tuple[int, ...], tuple[GroupAnswer, ...]] | None:
-    """What a packet shares with those of other nodes: nothing, or answers for the same workers of its node."""
+    """Returns the part of a packet that a bundle can share: its workers, and its answers without workers.
+
+    Returns None if the packet cannot be bundled: it contains other messages, or answers of different workers.
+    """
     if not isinstance(message, Packet) or message.misses:
         return None
     workers: tuple[int, ...] = ()

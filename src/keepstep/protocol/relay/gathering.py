@@ -5,37 +5,37 @@ from __future__ import annotations
 from keepstep.protocol.relay.bundle import Item, NodeConnected, NodeSaid, bundled
 
 SILENT_S = 1.5
-"""The controller ends a relay that says nothing for so long. It is half of the default lease, so its nodes can connect
-to another one before their leases end."""
+"""The controller kills a relay that is silent for so long. It is half of the default lease, so that the relay's nodes
+can connect to another relay before their leases expire."""
 BEAT_S = 0.25
-"""A relay says something at least so often."""
+"""Interval of a relay's signs of life."""
 
 
 class Gathering:
-    """What has come from agents and was not passed on yet.
+    """The messages of agents that a relay has not sent to the controller yet.
 
-    A relay that has nothing under way passes on at once. While the controller works on the last frame more arrives, so
-    frames become larger as there is more to do, and their number is bounded by what the controller can take.
+    If no frame is under way, the relay sends at once. While the controller works on the last frame, more messages
+    arrive. So frames grow with the load, and the controller's speed limits their number.
     """
 
     def __init__(self) -> None:
         self._items: list[NodeConnected | NodeSaid] = []
         self._is_under_way = False
-        """Whether the controller has not taken the last frame yet."""
+        """Whether the controller has yet to take the last frame."""
 
     def add(self, item: NodeConnected | NodeSaid) -> None:
-        """Something has come from an agent."""
+        """Adds a message or a new connection of an agent."""
         self._items.append(item)
 
     def taken(self) -> None:
-        """The controller has taken the last frame."""
+        """Records that the controller has taken the last frame."""
         self._is_under_way = False
 
     def take(self, *, even_nothing: bool = False) -> tuple[Item, ...] | None:
-        """What is to be passed on now; None while the last frame is under way, or nothing has come.
+        """Returns the items of the next frame; None if the last frame is under way, or nothing has arrived.
 
         Args:
-            even_nothing: a sign of life is due.
+            even_nothing: a sign of life is due, so return an empty frame instead of None if nothing has arrived.
         """
         if self._is_under_way or not (self._items or even_nothing):
             return None

@@ -1,2 +1,2 @@
-"""Moving tensors: which process sends which bytes to which, and the states of an update of weights. Pure, as its
-parent."""
+"""Transfers of weights: which process sends which bytes to which, and the states of an update. Pure, like
+`keepstep.protocol`."""

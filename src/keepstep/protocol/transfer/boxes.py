@@ -1,4 +1,4 @@
-"""Blocks of a tensor: held by a shard, needed by a consumer, or sent in one bucket."""
+"""Blocks of a tensor, as a shard holds them, a consumer wants them, or a bucket carries them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
     @property
     def num_elements(self) -> int:
-        """How many elements it has; one for a tensor without dimensions."""
+        """Number of elements; 1 for a tensor without dimensions."""
         return math.prod(self.shape)
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """The first index behind it, along each dimension."""
+        """The first index after the block, along each dimension."""
         return tuple(map(int.__add__, self.start, self.shape))
 
     def holds(self, other: Box) -> bool:
-        """Whether all of ``other`` lies in it."""
+        """Returns whether this block contains all of ``other``."""
         return all(map(int.__le__, self.start, other.start)) and all(map(int.__le__, other.stop, self.stop))
 
     def lies_in(self, shape: tuple[int, ...]) -> bool:
-        """Whether it is a block of a tensor of this shape."""
+        """Returns whether this is a block of a tensor of this shape."""
         return (
             len(self.start) == len(self.shape) == len(shape)
             and min((*self.start, *self.shape), default=0) >= 0
@@ -38,13 +38,13 @@ class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
         )
 
     def seen_from(self, outer: Box) -> Box:
-        """The same block, its index counted from the beginning of ``outer``."""
+        """Returns the same block with its start relative to that of ``outer``."""
         return Box(tuple(map(int.__sub__, self.start, outer.start)), self.shape)
 
     def cut(self, max_elements: int) -> Iterator[Box]:
-        """Blocks of at most so many elements that are this one together, in row-major order.
+        """Yields blocks of at most ``max_elements`` elements that together are this block, in row-major order.
 
-        Each is as long as it can be along the first dimension in which a cut is needed.
+        Each is as long as possible along the first dimension that must be cut.
         """
         if self.num_elements <= max_elements:
             yield self
@@ -64,14 +64,15 @@ class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """All of a tensor of this shape."""
+    """Returns the block that is a whole tensor of this shape."""
     return Box((0,) * len(shape), shape)
 
 
 def cells(boxes: Iterable[Box]) -> Iterator[Box]:
-    """The grid of blocks that the edges of all ``boxes`` cut; each box is a union of them. Row-major order.
+    """Yields the cells of the grid that the edges of all ``boxes`` make, in row-major order.
 
-    Where the boxes lie in no grid (one half cut in two, the other whole) there are more cells than needed, never fewer.
+    Each box is a union of cells. If the boxes do not form a grid (one half cut in two, the other whole), there are more
+    cells than needed.
     """
     boxes = list(boxes)
     if not boxes:

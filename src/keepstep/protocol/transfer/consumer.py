@@ -5,8 +5,8 @@
               begin           load, commit
     EMPTY ─┬────────► ... ─────────────────► READY
     READY ─┘            │
-                        └─ fail ─► what it was (atomic: the new version was put aside),
-                                   PARTIALLY_UPDATED (in place), until a whole version has arrived
+                        └─ fail ─► the former state (atomic: the new version was staged),
+                                   PARTIALLY_UPDATED (in place), until a complete version has arrived
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from keepstep.errors import InternalError, WeightsNotReady, WeightsPartiallyUpda
 
 
 class Condition(enum.StrEnum):
-    """What the weights that a consumer uses are at the moment."""
+    """The state of the weights that a consumer uses."""
 
     EMPTY = "empty"
     READY = "ready"
@@ -26,22 +26,22 @@ class Condition(enum.StrEnum):
 
 
 class ConsumerState:
-    """One consumer's weights. Not for several threads."""
+    """The state of one consumer's weights. Not thread-safe."""
 
     def __init__(self, atomic: bool) -> None:
         """Args:
-        atomic: a new version is put aside until it is whole; else it overwrites the old one piece by piece.
+        atomic: the consumer stages a new version until it is complete; else it overwrites the old one in place.
         """
         self.atomic = atomic
         self.condition = Condition.EMPTY
         self.version: int | None = None
-        """The last whole version; what is used unless the weights are in between or partially updated."""
+        """The last complete version; None if there is none. The consumer uses it if `condition` is READY."""
         self.coming: int | None = None
-        """The version that is on its way."""
+        """The version that is arriving; None if there is none."""
         self._reason = ""
 
     def begin(self, version: int) -> None:
-        """A version begins to arrive. What was on its way before counts as failed."""
+        """Records that a version begins to arrive. A version that was arriving counts as failed."""
         if self.coming is not None:
             self.fail(f"version {version} came instead")
         self.coming = version
@@ -49,13 +49,17 @@ class ConsumerState:
             self.condition = Condition.UPDATING
 
     def commit(self, version: int) -> None:
-        """The version that was on its way is whole, and counts."""
+        """Records that the arriving version is complete, and is used from now on.
+
+        Raises:
+            InternalError: another version is arriving, or none.
+        """
         if self.coming != version:
             raise InternalError(f"version {version} is committed while {self.coming} is on its way")
         self.condition, self.version, self.coming = Condition.READY, version, None
 
     def fail(self, reason: str) -> None:
-        """The version that was on its way does not come."""
+        """Records that the arriving version has failed. Does nothing if none is arriving."""
         if self.coming is None:
             return
         if not self.atomic:
@@ -64,11 +68,11 @@ class ConsumerState:
         self.coming = None
 
     def check_usable(self) -> int:
-        """The version that may be used.
+        """Returns the version that the consumer may use.
 
         Raises:
-            WeightsPartiallyUpdated: an update in place broke off; half of the weights are new.
-            WeightsNotReady: there is no version yet, or one is just being written over the old one.
+            WeightsPartiallyUpdated: an update in place has failed, and only a part of the weights is new.
+            WeightsNotReady: there is no version yet, or a new one is overwriting the old one.
         """
         match self.condition:
             case Condition.READY if self.version is not None:

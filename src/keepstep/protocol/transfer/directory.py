@@ -7,22 +7,22 @@ import msgspec
 from keepstep.errors import RemoteProtocolError
 
 KEEP_S = 15.0
-"""How long a node counts that has not announced itself again: some of the announcements in between may be lost."""
+"""How long a node stays in the directory after an announcement, so that a few announcements may be lost."""
 ANNOUNCE_S = 2.0
-"""Between two announcements, and for all who ask: a controller that was started again knows all nodes as soon."""
+"""Interval of announcements and questions. A restarted controller knows all nodes after this time."""
 MAX_NODES = 4096
 MAX_ADDRESS_CHARS = 300
 
 
 class WeightsAsked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):
-    """A node asks which nodes publish weights; the token says which node it is."""
+    """A node asks which nodes publish weights. The token of the call names the node."""
 
     address: str | None
-    """Where others reach it, if it publishes itself."""
+    """The address of the node's own server, if the node publishes weights; else None."""
 
 
 class PublishingNode(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
-    """A node that publishes weights, and where its server listens."""
+    """A node that publishes weights, and the address of its server."""
 
     name: str
     address: str
@@ -34,15 +34,15 @@ _nodes = msgspec.msgpack.Decoder(tuple[PublishingNode, ...])
 
 
 def encode(message: WeightsAsked | tuple[PublishingNode, ...]) -> bytes:
-    """A question or an answer as bytes."""
+    """Returns a question or an answer as bytes."""
     return _encoder.encode(message)
 
 
 def decode_question(body: bytes) -> WeightsAsked:
-    """The question in ``body``.
+    """Decodes the question in ``body``.
 
     Raises:
-        RemoteProtocolError: there is none.
+        RemoteProtocolError: ``body`` is no question, or the address is too long.
     """
     try:
         asked = _asked.decode(body)
@@ -54,10 +54,10 @@ def decode_question(body: bytes) -> WeightsAsked:
 
 
 def decode_answer(body: bytes) -> tuple[PublishingNode, ...]:
-    """The nodes in ``body``.
+    """Decodes the list of nodes in ``body``.
 
     Raises:
-        RemoteProtocolError: there are none.
+        RemoteProtocolError: ``body`` is no such list.
     """
     try:
         return _nodes.decode(body)
@@ -66,20 +66,20 @@ def decode_answer(body: bytes) -> tuple[PublishingNode, ...]:
 
 
 class PublishingNodes:
-    """Those that have announced themselves lately. Nothing of it is journalled: it is said again all the time."""
+    """The nodes that have announced themselves recently. They are not in the journal, as nodes repeat announcements."""
 
     def __init__(self, keep_s: float = KEEP_S) -> None:
         """Args:
-        keep_s: how long a node counts after it was heard of.
+        keep_s: how long a node stays after an announcement, in seconds.
         """
         self._keep_s = keep_s
         self._seen: dict[str, tuple[str, float]] = {}
 
     def seen(self, node: PublishingNode, now_s: float) -> None:
-        """A node has announced itself; the address that it had before is not told any more.
+        """Records an announcement, which replaces the node's former address.
 
         Raises:
-            RemoteProtocolError: there are too many.
+            RemoteProtocolError: there are more than `MAX_NODES` nodes.
         """
         self._forget(now_s)
         if node.name not in self._seen and len(self._seen) >= MAX_NODES:
@@ -87,7 +87,7 @@ class PublishingNodes:
         self._seen[node.name] = node.address, now_s
 
     def present(self, now_s: float) -> tuple[PublishingNode, ...]:
-        """The nodes that count, by name."""
+        """Returns the nodes with a recent announcement, sorted by name."""
         self._forget(now_s)
         return tuple(PublishingNode(name, address) for name, (address, _at_s) in sorted(self._seen.items()))
 

@@ -21,12 +21,12 @@ from keepstep.protocol.transfer.names.recipes import Recipe, Region, names_in, r
 from keepstep.protocol.transfer.plan import Limits, Part, Plan, Reader, TensorForm, plan_transfer
 
 FLOATS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""The dtypes between which a tensor may be cast, with their bytes. All others, among them float8, are taken as they
-are: a value out of range would become infinite, or another integer, in silence."""
+"""The dtypes between which a tensor may be cast, with their sizes in bytes. Other dtypes, including float8, are never
+cast: a value out of range would silently become infinite, or another integer."""
 
 
 class Misfit(enum.StrEnum):
-    """Why what a consumer wants cannot be had."""
+    """The reasons why a consumer cannot be served."""
 
     UNKNOWN = "unknown"
     PART = "part"
@@ -42,24 +42,24 @@ MISFITS: Mapping[Misfit, type[StateMismatch]] = {
     Misfit.DTYPE: DtypeMismatch,
     Misfit.OTHER: StateMismatch,
 }
-"""The error for each; a class stands before those that it derives from."""
+"""Misfit -> error class. A class precedes the classes from which it derives."""
 
 
 class Problem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Why a consumer gets nothing."""
+    """The reason why a consumer is not served."""
 
     misfit: Misfit
     reason: str
 
     @classmethod
     def of(cls, error: ConfigurationError) -> Problem:
-        """That of an error."""
+        """Returns the problem for an error."""
         misfit = next((misfit for misfit, kind in MISFITS.items() if isinstance(error, kind)), Misfit.OTHER)
         return cls(misfit, str(error))
 
     @property
     def error(self) -> StateMismatch:
-        """The error for it."""
+        """The error for this problem."""
         return MISFITS[self.misfit](self.reason)
 
 
@@ -71,17 +71,17 @@ class HeldPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor that a consumer wants, and the form in which it can take it."""
+    """A tensor or block that a consumer wants, and the form in which it takes it."""
 
     names: tuple[str, ...]
-    """Any of these will do: they are tied in the consumer."""
+    """Names of tensors that are tied in the consumer. Any of them can be the published one."""
     dtype: str
     shape: tuple[int, ...]
-    """Of the block where it wants one, else of the whole tensor."""
+    """Shape of the block, or of the whole tensor if ``start`` is None."""
     start: tuple[int, ...] | None
     """The block's first index; None: the whole tensor."""
     recipe: Recipe | None = None
-    """How it is made of what is published; None: it is the published tensor of the same name."""
+    """How it is made of published tensors; None: it is the published tensor of the same name."""
     convert: Convert = Conversion.EXACT
     """How the published dtype may differ."""
 
@@ -90,14 +90,14 @@ class Want(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class CastAtSource(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor that its holders cast before it travels."""
+    """A tensor that its holders cast before they send it."""
 
     tensor: int
     dtype: str
 
 
 class Consumer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Who takes part in an update on one device."""
+    """A consumer on one device that takes part in an update."""
 
     name: str
     wants: tuple[Want, ...] | None
@@ -105,18 +105,18 @@ class Consumer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """All that a plan depends on; the same on every device and rank of an update."""
+    """Everything on which a plan depends. It is the same on every device of an update."""
 
     forms: tuple[TensorForm, ...]
-    """As they are published."""
+    """The published tensors."""
     holders: tuple[tuple[Part, ...], ...]
-    """By rank."""
+    """The parts that each rank holds."""
     readers: tuple[Reader, ...]
     problems: tuple[Problem | None, ...]
-    """By reader: why it gets nothing."""
+    """For each reader the reason why it is not served; None if it is."""
     limits: Limits
     casts: tuple[CastAtSource, ...] = ()
-    """Tensors that travel in a smaller dtype, since all who want them want that one."""
+    """Tensors that travel in a smaller dtype, because all their readers want that one."""
 
     @property
     def travelling(self) -> tuple[TensorForm, ...]:
@@ -129,22 +129,23 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return tuple(forms)
 
     def plan(self) -> Plan:
-        """The plan; the same on every device and rank."""
+        """Returns the plan, which is the same on every device."""
         return plan_transfer(self.travelling, dict(enumerate(self.holders)), self.readers, self.limits)
 
 
 def lay_out(held: Sequence[Sequence[HeldPart]], consumers: Sequence[Sequence[Consumer]], limits: Limits) -> Layout:
-    """Puts together what the sources offer and what the consumers want.
+    """Makes the layout from the parts that sources hold and the tensors that consumers want.
 
-    A consumer that wants what there is not, or in another form, gets nothing, and the reason; the others are served.
+    If a consumer wants an unpublished tensor, or another form of it, the layout has a problem for it, and serves only
+    the others.
 
     Args:
-        held: by rank.
-        consumers: by rank of the device that they are on.
-        limits: how buckets are filled.
+        held: the parts that each rank holds.
+        consumers: the consumers on the device of each rank.
+        limits: the sizes of buckets.
 
     Raises:
-        StateMismatch: two sources hold parts of one tensor and see it differently.
+        StateMismatch: two sources hold parts of one tensor in different forms, or a part is outside its tensor.
     """
     forms, holders = _merge(held)
     by_name = index_of(forms)
@@ -165,7 +166,7 @@ def lay_out(held: Sequence[Sequence[HeldPart]], consumers: Sequence[Sequence[Con
 
 
 def _without_unserved(layout: Layout) -> Layout:
-    """The same, where a consumer that wants a block which no device holds gets nothing."""
+    """Returns the layout with a problem for each consumer that wants a block which no device holds."""
     try:
         layout.plan()
         return layout
@@ -181,10 +182,10 @@ def _without_unserved(layout: Layout) -> Layout:
 
 
 def serve_one(layout: Layout, device: int, consumer: Consumer) -> Layout:
-    """The same tensors and holders, for one consumer alone.
+    """Returns a layout of the same tensors and holders for one consumer alone.
 
     Raises:
-        StateMismatch: it wants what there is not.
+        StateMismatch: the consumer wants an unpublished tensor, or another form of it.
     """
     by_name = index_of(layout.forms)
     reader = Reader(device, _parts_for(consumer, layout.forms, by_name))
@@ -193,7 +194,7 @@ def serve_one(layout: Layout, device: int, consumer: Consumer) -> Layout:
 
 
 def index_of(forms: Sequence[TensorForm]) -> Mapping[str, int]:
-    """The index of each tensor, under all its names."""
+    """Returns name -> index of the tensor, for all names of each tensor."""
     return {name: index for index, form in enumerate(forms) for name in form.names}
 
 
@@ -223,15 +224,16 @@ def _merge(held: Sequence[Sequence[HeldPart]]) -> tuple[list[TensorForm], tuple[
 
 
 def regions_of(want: Want, forms: Sequence[TensorForm], by_name: Mapping[str, int]) -> tuple[Region, ...]:
-    """The blocks of published tensors that a want consists of, in an order of their own.
+    """Returns the blocks of published tensors of which a wanted tensor consists, in a fixed order.
 
     Args:
-        want: of a consumer.
-        forms: what is published.
-        by_name: their `index_of`.
+        want: what a consumer wants.
+        forms: the published tensors.
+        by_name: `index_of` of ``forms``.
 
     Raises:
-        StateMismatch: it cannot be had; of which kind it is says why, and the message names the tensors.
+        StateMismatch: the want does not fit the published tensors. The error's class says why (`MISFITS`), and its
+            message names the tensors.
     """
     recipe = want.recipe
     if recipe is None:
@@ -278,7 +280,7 @@ def _may_become(dtype: str, want: Want) -> bool:
 
 
 def _parts_for(consumer: Consumer, forms: Sequence[TensorForm], by_name: Mapping[str, int]) -> tuple[Part, ...]:
-    """What a consumer gets: of each want its regions."""
+    """Returns the parts that a consumer gets: the regions of all its wants."""
     if consumer.wants is None:
         return tuple(Part(index, whole(form.shape)) for index, form in enumerate(forms))
     try:
@@ -291,9 +293,10 @@ def _parts_for(consumer: Consumer, forms: Sequence[TensorForm], by_name: Mapping
 def _casts_at_source(
     consumers: Sequence[Consumer], forms: Sequence[TensorForm], by_name: Mapping[str, int]
 ) -> tuple[CastAtSource, ...]:
-    """A tensor travels in a smaller dtype if all who want it want that one; the bits are the same wherever it is cast.
+    """Returns the tensors to cast at the source: those of which all readers want the same smaller dtype.
 
-    In two dtypes it would travel twice. A consumer that computes scales needs it as it is published.
+    The cast gives the same bits at either end. A tensor that readers want in two dtypes is not cast, because it would
+    travel twice. A consumer that computes scales needs the published dtype.
     """
     wanted: dict[int, set[str]] = {}
     for consumer in consumers:

@@ -1,11 +1,11 @@
-"""The messages of a transfer, and their encoding.
+"""The messages of a transfer of weights, and their encoding.
 
-There are three roles. A *device* is a process that holds weights, one per rank; it is the source of its own blocks and
-forwards others. The *coordinator* is the device of rank 0, and decides whether an update is committed. A *subscriber*
-is a consumer, attached to one device. As everywhere, reports are named in the past tense and no received message can
-run code. Bytes of tensors never travel in messages.
+There are three roles. A *device* is a process that holds weights, one per rank. It is the source of its own blocks and
+forwards the blocks of others. The *coordinator* is the device of rank 0, and decides whether an update is committed. A
+*subscriber* is a consumer that is attached to one device. No received message can run code. Bytes of tensors never
+travel in messages.
 
-Each update has a number, unique on its connection and ascending; a message of an earlier one is dropped.
+Each update has a number, which is unique on a connection and ascending. Receivers drop messages of an earlier update.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from keepstep.errors import ConfigurationError, RemoteProtocolError
 from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, Want
 
 MAX_BODY_BYTES = 256 << 20
-"""A layout takes about 150 bytes for each tensor and each part of one; what claims more is refused unread."""
+"""Limit of one message. A receiver refuses a larger one unread. A layout takes about 150 bytes for each tensor and each
+part of a tensor."""
 
 
 class TransferFault(enum.StrEnum):
-    """Of what kind it is that an update did not come about."""
+    """The kinds of failures of an update."""
 
     LOST = "lost"
-    """A device is gone or stands still."""
+    """A device is gone, or makes no progress."""
     LAYOUT = "layout"
-    """The tensors do not fit together; the next four say more of it, as `keepstep.protocol.transfer.layout.Misfit`."""
+    """The tensors do not fit together. The next four kinds are more specific; see
+    `keepstep.protocol.transfer.layout.Misfit`."""
     UNKNOWN = "unknown"
     PART = "part"
     SHAPE = "shape"
@@ -36,42 +38,42 @@ class TransferFault(enum.StrEnum):
     STALE = "stale"
     """A device is of another generation, or publishes another version."""
     CHECKSUM = "checksum"
-    """A consumer has other bytes than were sent."""
+    """A consumer has received other bytes than were sent."""
 
 
 class TransferMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):
-    """The root of all messages of a transfer."""
+    """Base class of all messages of a transfer."""
 
 
-# ---- introductions: who opens a connection says what it is for ------------------------------------------------------
+# ---- introductions: the first message of a connection says what it is for -------------------------------------------
 
 
 class DeviceCalled(TransferMessage, frozen=True):
-    """A device opens a line to another, to read what that one sends in this and later updates."""
+    """A device connects to another device, to read what that device sends in this and later updates."""
 
     rank: int
     generation: int
 
 
 class UpdateOffered(TransferMessage, frozen=True):
-    """A device is ready to publish a version: what it holds, and who is attached to it.
+    """A device offers a version to the coordinator: what it holds, and which consumers are attached to it.
 
-    It opens a line to the coordinator, which is for this one update: what one update leaves on it meets no other.
+    The device opens a new connection for each update, so that a later update finds no messages of an earlier one.
     """
 
     rank: int
     generation: int
     version: int
     last_update: int
-    """The highest number of an update that this device has seen."""
+    """The highest update number that this device has seen."""
     held: tuple[HeldPart, ...]
     consumers: tuple[Consumer, ...]
     holds: tuple[int | None, ...]
-    """By consumer: the version that it has whole and keeps, so that what has not changed need not come again."""
+    """For each consumer the complete version that it keeps, so that unchanged buckets need not be sent; None: none."""
 
 
 class CatchUpCalled(TransferMessage, frozen=True):
-    """A device asks another for its part of what was published last, for a consumer that came late."""
+    """A device asks another device for its part of the last version, for a consumer that has attached late."""
 
     rank: int
     generation: int
@@ -81,47 +83,48 @@ class CatchUpCalled(TransferMessage, frozen=True):
 
 
 class FarCalled(TransferMessage, frozen=True):
-    """A device wants to reach a rank that is on another node; said to the process that stands in for it on this one."""
+    """A device wants to reach a rank on another node. It sends this to the rank's proxy process on its own node."""
 
     rank: int
     introduction: DeviceCalled | UpdateOffered | CatchUpCalled
 
 
 class ProxyCalled(TransferMessage, frozen=True):
-    """A process that stands in for consumers of other nodes: what is said to them goes over this connection, once."""
+    """A proxy for consumers on other nodes connects. The device sends a message for several of them once, over this
+    connection."""
 
     name: str
-    """Its own; a newer one of the same name takes its place."""
+    """The proxy's name. A newer proxy with the same name replaces it."""
 
 
 class Proxied(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A consumer of another node, as the process that stands in for it knows it."""
+    """The proxy of a consumer on another node, and the consumer's number there."""
 
     proxy: str
     number: int
-    """Among the consumers of this proxy."""
+    """The consumer's number among the consumers of this proxy."""
 
 
 class SubscriberCalled(TransferMessage, frozen=True):
-    """A consumer attaches itself to a device."""
+    """A consumer attaches to a device."""
 
     name: str
     wants: tuple[Want, ...] | None
     generation: int
-    """The highest it has heard of."""
+    """The highest generation that the consumer knows."""
     version: int | None
-    """What it has."""
+    """The version that the consumer has; None if it has none."""
     delta: bool
-    """It keeps what it has, and need not get it again."""
+    """Whether the consumer keeps its version, so that unchanged buckets need not be sent."""
     proxied: Proxied | None
-    """Set if it is on another node: the device says over its proxy's connection what it has to say to it."""
+    """Set if the consumer is on another node. The device then sends messages over the proxy's connection."""
 
 
 class GpuMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How another process of this node finds memory of a GPU: what CUDA's interprocess calls and torch want to know."""
+    """The handle of GPU memory for another process of this node: the arguments of CUDA IPC and torch."""
 
     gpu: str
-    """Its UUID: processes may number their GPUs differently."""
+    """The GPU's UUID, because processes may number their GPUs differently."""
     handle: bytes
     storage_bytes: int
     offset_bytes: int
@@ -132,16 +135,16 @@ class GpuMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class BufferPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A buffer of slots in memory that others may read."""
+    """A buffer of slots in memory that other processes read."""
 
     num_slots: int
     slot_bytes: int
     gpu: GpuMemory | None
-    """None: it is a memory file, whose descriptor comes with the message."""
+    """None: the buffer is a memory file, whose descriptor comes with the message."""
 
 
 class Welcomed(TransferMessage, frozen=True):
-    """The line stands. A reader or subscriber is told where the buffer is."""
+    """The device accepts the connection. A reader or subscriber gets the place of the buffer."""
 
     rank: int
     generation: int
@@ -149,7 +152,7 @@ class Welcomed(TransferMessage, frozen=True):
 
 
 class Refused(TransferMessage, frozen=True):
-    """The line ends here, and why; ``stale`` if it is because the caller's generation is over."""
+    """The device refuses the connection. ``stale``: because the caller's generation is over."""
 
     reason: str
     stale: bool
@@ -159,51 +162,51 @@ class Refused(TransferMessage, frozen=True):
 
 
 class UpdateAgreed(TransferMessage, frozen=True):
-    """All devices have offered the same version: this is the layout."""
+    """All devices have offered the same version. The update begins with this layout."""
 
     update: int
     version: int
     generation: int
     layout: Layout
     holds: tuple[int | None, ...]
-    """By reader, as the devices have offered."""
+    """For each reader of the layout, the version that it keeps, as the devices have offered."""
 
 
 class MovementSeen(TransferMessage, frozen=True):
-    """Buckets have moved on this device since it said so last."""
+    """Buckets have moved on this device since its last such report."""
 
     update: int
 
 
 class StillThere(TransferMessage, frozen=True):
-    """Nothing has moved here, but the device is there and waits."""
+    """A sign of life: no bucket has moved, and the device waits for others."""
 
 
 class DevicePrepared(TransferMessage, frozen=True):
-    """Everything has been sent and received here, and every consumer that is still there has all of it."""
+    """The device has sent and received everything, and all its attached consumers have all their buckets."""
 
     update: int
 
 
 class DeviceFailed(TransferMessage, frozen=True):
-    """This device cannot go on, and who seems to be to blame."""
+    """This device cannot continue. ``culprit`` is the process that seems to be at fault."""
 
     update: int
     culprit: str
     reason: str
     stalled: bool
-    """It was only that nothing came from there, which may be another device's fault."""
+    """Whether the culprit was only silent, which may be another device's fault."""
 
 
 class VersionCommitted(TransferMessage, frozen=True):
-    """The version counts."""
+    """The version is committed."""
 
     update: int
     version: int
 
 
 class UpdateAborted(TransferMessage, frozen=True):
-    """The update does not count, and who is to blame. ``update`` is 0 while it was not agreed on."""
+    """The update is aborted. ``culprit`` is the process at fault. ``update`` is 0 if the devices had not agreed yet."""
 
     update: int
     fault: TransferFault
@@ -215,17 +218,17 @@ class UpdateAborted(TransferMessage, frozen=True):
 
 
 class BucketReady(TransferMessage, frozen=True):
-    """A bucket lies in a slot of the sender's buffer."""
+    """A bucket is in a slot of the sender's buffer."""
 
     update: int
     bucket: int
     slot: int
     num_bytes: int
-    """Of the bucket and its checksum, from the beginning of the slot."""
+    """Size of the bucket with its checksum, from the start of the slot."""
 
 
 class BucketUnchanged(TransferMessage, frozen=True):
-    """A bucket has the content that it had in the version which the readers have: it does not come."""
+    """A bucket has not changed since the version that the readers have, and is not sent."""
 
     update: int
     bucket: int
@@ -233,7 +236,7 @@ class BucketUnchanged(TransferMessage, frozen=True):
 
 
 class SlotFreed(TransferMessage, frozen=True):
-    """The reader has taken what it needs from the slot."""
+    """The reader has copied what it needs from the slot."""
 
     update: int
     slot: int
@@ -243,15 +246,15 @@ class SlotFreed(TransferMessage, frozen=True):
 
 
 class BufferShared(TransferMessage, frozen=True):
-    """Buckets may lie in another buffer, too. It takes the place of one that had the same numbers before."""
+    """Buckets may also be in another buffer. It replaces a former buffer with the same slot numbers."""
 
     first_slot: int
-    """Number of its first slot for this subscriber; the slots of the buffer in `Welcomed` count from 0."""
+    """Number of its first slot for this subscriber. The slots of the buffer in `Welcomed` count from 0."""
     place: BufferPlace
 
 
 class UpdateBegan(TransferMessage, frozen=True):
-    """An update comes; the subscriber is the reader of this index in its layout."""
+    """An update begins. ``reader`` is the subscriber's index among the readers of the layout."""
 
     update: int
     version: int
@@ -259,7 +262,7 @@ class UpdateBegan(TransferMessage, frozen=True):
     layout: Layout
     reader: int
     base: int | None
-    """The version that the subscriber has; what has not changed since does not come."""
+    """The version that the subscriber has. Buckets that have not changed since are not sent."""
 
 
 class ProxiedReader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -271,7 +274,7 @@ class ProxiedReader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class UpdateBeganFor(TransferMessage, frozen=True):
-    """An update comes for these consumers of a proxy. `BucketReady` and `BucketUnchanged` are for all of them then."""
+    """An update begins for these consumers of a proxy. `BucketReady` and `BucketUnchanged` are then for all of them."""
 
     update: int
     version: int
@@ -281,7 +284,7 @@ class UpdateBeganFor(TransferMessage, frozen=True):
 
 
 Notice: TypeAlias = VersionCommitted | UpdateAborted | MovementSeen
-"""What several consumers are told alike."""
+"""Messages that several consumers get with the same content."""
 
 
 class SaidTo(TransferMessage, frozen=True):
@@ -292,35 +295,34 @@ class SaidTo(TransferMessage, frozen=True):
 
 
 ToProxied: TypeAlias = UpdateBeganFor | SaidTo | BucketUnchanged
-"""What a proxy passes on to consumers that it stands in for."""
+"""Messages that a proxy passes to its consumers."""
 
 
 class VersionLoaded(TransferMessage, frozen=True):
-    """The subscriber has the whole version, every checksum was right."""
+    """The subscriber has the complete version, and every checksum was right."""
 
     update: int
     checksum: bytes
-    """Of all its buckets together, also of those that have not come."""
+    """Checksum of all its buckets together, including unchanged ones."""
     reloads: tuple[tuple[int, int, int], ...]
-    """When it was busy with the first buckets: bucket, begin and end in nanoseconds on its monotonic clock. For the
-    eye only."""
+    """(bucket, begin, end) of its work on the first buckets, in ns on its monotonic clock. For display only."""
 
 
 class VersionTaken(TransferMessage, frozen=True):
-    """The version is what the subscriber's weights are from now on."""
+    """The subscriber uses the version from now on."""
 
     update: int
 
 
 class LoadFailed(TransferMessage, frozen=True):
-    """The subscriber cannot take this update, and why; it stays attached."""
+    """The subscriber cannot load this update. It stays attached."""
 
     update: int
     reason: str
 
 
 class PathLost(TransferMessage, frozen=True):
-    """The process at the other end is on another node and cannot be reached any more, and why. The last message."""
+    """The process at the other end is on another node, and no longer reachable. The last message of a connection."""
 
     reason: str
 
@@ -359,15 +361,15 @@ _decoder: msgspec.msgpack.Decoder[AnyTransferMessage] = msgspec.msgpack.Decoder(
 
 
 def encode(message: AnyTransferMessage) -> bytes:
-    """The message as bytes."""
+    """Returns the message as bytes."""
     return _encoder.encode(message)
 
 
 def decode(body: bytes) -> AnyTransferMessage:
-    """The message in ``body``.
+    """Decodes the message in ``body``.
 
     Raises:
-        RemoteProtocolError: there is none.
+        RemoteProtocolError: ``body`` is no message of a transfer.
     """
     try:
         return _decoder.decode(body)

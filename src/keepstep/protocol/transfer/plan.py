@@ -15,22 +15,22 @@ from keepstep.errors import ConfigurationError, MissingPart
 from keepstep.protocol.transfer.boxes import Box, cells
 
 ALIGNMENT_BYTES = 16
-"""Of each block in a bucket, so that it can be looked at as a tensor of its dtype; complex128 is the largest one."""
+"""Alignment of each block in a bucket, so that a tensor of its dtype can be a view of it. complex128 is the largest."""
 
 
 class TensorForm(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A whole tensor, as all who hold or want parts of it see it."""
+    """The form of a whole tensor, the same for all that hold or want parts of it."""
 
     names: tuple[str, ...]
-    """The first is its name; the others are those of tensors tied to it."""
+    """The tensor's name, then the names of tensors tied to it."""
     dtype: str
-    """As torch calls it, without ``torch.``."""
+    """Name of the dtype in torch, without ``torch.``."""
     shape: tuple[int, ...]
     item_bytes: int
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The tensor's name."""
         return self.names[0]
 
     def __str__(self) -> str:
@@ -41,12 +41,12 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """A block of one tensor that a device holds or a consumer wants."""
 
     tensor: int
-    """Its index in the list of tensors."""
+    """Index of the tensor in the list of tensors."""
     box: Box
 
 
 class Reader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A consumer on one device, and what it wants."""
+    """A consumer that is attached to one device, and the blocks that it wants."""
 
     device: int
     parts: tuple[Part, ...]
@@ -64,7 +64,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket:
-    """What moves at a time, from one source to all who want it."""
+    """The unit of a transfer: bytes that one source sends to all readers that want them."""
 
     index: int
     source: int
@@ -73,31 +73,31 @@ class Bucket:
     readers: tuple[int, ...]
     """Indices of the readers; each wants every piece."""
     devices: tuple[int, ...]
-    """Where those readers are, ascending."""
+    """The devices to which those readers are attached, ascending."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """All buckets of one transfer, in the order in which they move."""
+    """All buckets of one transfer, in the order in which they are sent."""
 
     buckets: tuple[Bucket, ...]
 
     def sent_by(self, source: int) -> tuple[Bucket, ...]:
-        """The buckets of one source, in their order."""
+        """Returns the buckets that one source sends, in order."""
         return tuple(bucket for bucket in self.buckets if bucket.source == source)
 
     def sent_to(self, device: int) -> tuple[Bucket, ...]:
-        """The buckets that come to one device, in their order."""
+        """Returns the buckets that one device receives, in order."""
         return tuple(bucket for bucket in self.buckets if device in bucket.devices)
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How buckets are filled."""
+    """The sizes by which blocks are packed into buckets."""
 
     bucket_bytes: int
-    """The upper bound of a bucket."""
+    """Most bytes of a bucket."""
     lone_bytes: int
-    """A block of at least so many bytes gets a bucket of its own: it need not wait for others to fill it."""
+    """A block of at least so many bytes gets its own bucket, and need not wait until others fill it."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < ALIGNMENT_BYTES:
@@ -109,20 +109,22 @@ class Limits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 def plan_transfer(
     tensors: Sequence[TensorForm], holders: Mapping[int, Sequence[Part]], readers: Sequence[Reader], limits: Limits
 ) -> Plan:
-    """Cuts what the readers want into buckets and deals them out to those who hold it.
+    """Packs the blocks that readers want into buckets, and assigns each bucket to a source that holds it.
 
-    Each tensor is cut along the edges of everything held and wanted, so that a block is held or wanted as a whole or
-    not at all, and travels once to each device that wants it. Blocks with the same holders and readers share buckets;
-    what does not fit into one is cut again. Each bucket goes to that holder of it that has the fewest bytes so far.
+    Each tensor is cut along the edges of all held and wanted blocks. So each device holds or wants a block completely
+    or not at all, and a block travels once to each device that wants it. Blocks with the same holders and readers share
+    buckets. A block that does not fit into a bucket is cut again. Of its holders, the one with the fewest bytes so far
+    sends a bucket.
 
     Args:
-        tensors: as parts count them. They move in this order, except blocks that need not wait for a bucket to fill.
-        holders: what each source holds, by its device or rank.
-        readers: what each consumer wants.
-        limits: how buckets are filled.
+        tensors: the tensors to which the indices of parts refer. Their blocks are sent in this order, except that a
+            block of `Limits.lone_bytes` may precede smaller blocks, which wait until a bucket is full.
+        holders: device or rank of each source -> the parts that it holds.
+        readers: the consumers with the parts that they want.
+        limits: the sizes of buckets.
 
     Raises:
-        MissingPart: a consumer wants a block that no source holds; the message names it.
+        MissingPart: a consumer wants a block that no source holds. The message names the block.
     """
     wanted = _by_tensor(enumerate(reader.parts for reader in readers), len(tensors))
     held = _by_tensor(holders.items(), len(tensors))
@@ -144,7 +146,7 @@ def plan_transfer(
 
 _Owned = tuple[tuple[int, Box], ...]
 _Cell = tuple[Box, tuple[int, ...], tuple[int, ...]]
-"""A block, who holds it, and who wants it."""
+"""(block, its holders, its readers)."""
 
 
 def _wanted_cells(held: _Owned, wanted: _Owned) -> list[_Cell]:
@@ -153,7 +155,7 @@ def _wanted_cells(held: _Owned, wanted: _Owned) -> list[_Cell]:
 
 
 def _by_tensor(owners: Iterable[tuple[int, Sequence[Part]]], num_tensors: int) -> list[list[tuple[int, Box]]]:
-    """For each tensor: (owner, box)."""
+    """Returns for each tensor its (owner, box) pairs."""
     found: list[list[tuple[int, Box]]] = [[] for _ in range(num_tensors)]
     for owner, parts in owners:
         for part in parts:
@@ -179,7 +181,7 @@ class _Open:
 
 
 class _Packer:
-    """Fills buckets and deals them out."""
+    """Fills buckets, and chooses the source of each."""
 
     def __init__(self, readers: Sequence[Reader], limits: Limits) -> None:
         self._readers, self._limits = readers, limits
@@ -188,7 +190,7 @@ class _Packer:
         self._open: dict[tuple[tuple[int, ...], tuple[int, ...]], _Open] = {}
 
     def add(self, tensor: int, item_bytes: int, cell: Box, holding: tuple[int, ...], wanting: tuple[int, ...]) -> None:
-        """Takes a block in, cut where it does not fit into a bucket."""
+        """Packs a block. It cuts a block that does not fit into a bucket."""
         bucket_bytes = self._limits.bucket_bytes
         for box in cell.cut(bucket_bytes // item_bytes):
             num_bytes = box.num_elements * item_bytes
@@ -205,7 +207,7 @@ class _Packer:
             shared.add(tensor, box, num_bytes)
 
     def finish(self) -> Plan:
-        """The plan, with what was still open."""
+        """Closes the open buckets, and returns the plan."""
         for (holding, wanting), shared in self._open.items():
             self._close(shared, holding, wanting)
         return Plan(tuple(self._buckets))

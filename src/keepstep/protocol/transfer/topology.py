@@ -1,9 +1,9 @@
-"""Which node feeds which: a chain, or a tree, below the publishers' node.
+"""The topology of nodes that receive weights: a chain, or a tree, whose root is the publishers' node.
 
-In a chain every node passes each bucket on once, so no link carries a bucket twice, and the time hardly depends on the
-number of nodes as long as there are many buckets: a bucket moves on while the next one comes. In a tree where each
-node feeds ``fanout`` others, a node's link carries each bucket so many times, and the last node is fewer steps away.
-The first is better for much data, the second for many nodes and little data.
+In a chain, every node forwards each bucket once, so no link carries a bucket twice. With many buckets, the time hardly
+depends on the number of nodes, because a node forwards a bucket while the next one arrives. In a tree, each node feeds
+``fanout`` others, so its link carries each bucket so many times, but the last node is fewer hops away. A chain is
+better for much data, a tree for many nodes and little data.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MAX_FANOUT = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FedNode:
-    """A node that is fed.
+    """A node that receives weights from another node.
 
     Attributes:
-        number: ascending in the order in which nodes came; above 0.
-        address: where it can feed others; None: nowhere.
+        number: number of the node, above 0 and ascending in the order in which nodes joined.
+        address: address at which other nodes can connect to it; None: it feeds no others.
         feeder: number of the node that feeds it.
     """
 
@@ -32,14 +32,15 @@ class FedNode:
 
 
 def choose_feeder(present: Sequence[FedNode], fanout: int, avoid: Collection[str]) -> int:
-    """Who feeds a node that comes now: the one nearest to the publishers that has room, the oldest of those.
+    """Chooses the node that feeds a new node: of those with room, the one nearest to the root, and of these the oldest.
 
-    A feeder always joined before the nodes that it feeds, so there are no cycles. If none has room, the root feeds it.
+    A feeder always joined before the nodes that it feeds, so there are no cycles. If no node has room, the root feeds
+    the new one.
 
     Args:
-        present: the nodes that are there.
+        present: the nodes that have joined.
         fanout: how many others a node feeds.
-        avoid: addresses that did not answer the one that comes.
+        avoid: addresses that the new node could not reach.
 
     Returns:
         A node's number, or ROOT.
@@ -58,18 +59,18 @@ def choose_feeder(present: Sequence[FedNode], fanout: int, avoid: Collection[str
 
 
 def update_s(num_nodes: int, fanout: int, num_bytes: int, bucket_bytes: int, bytes_per_s: float, hop_s: float) -> float:
-    """How long an update takes, by a model: links are equal, full duplex, and the only limit.
+    """Returns the duration of an update in seconds, by a model: links are equal, full duplex, and the only limit.
 
-    The root's link carries ``fanout`` copies of everything; the last bucket then goes down the tree, in each step
-    ``fanout`` times in turn.
+    The root's link carries ``fanout`` copies of all weights. Then the last bucket goes down the tree, and each node
+    sends it ``fanout`` times in turn.
 
     Args:
-        num_nodes: that are fed.
+        num_nodes: number of nodes below the root.
         fanout: how many others a node feeds.
-        num_bytes: of the weights.
-        bucket_bytes: of a bucket.
-        bytes_per_s: of a link, one way.
-        hop_s: that a bucket takes from node to node besides: latency, and the time to pass it on.
+        num_bytes: size of the weights.
+        bucket_bytes: size of a bucket.
+        bytes_per_s: bandwidth of a link in one direction.
+        hop_s: extra time of a bucket at each hop: latency, and the time to forward it.
     """
     width = min(fanout, num_nodes)
     depth, reached, layer = 0, 0, 1
@@ -81,7 +82,7 @@ def update_s(num_nodes: int, fanout: int, num_bytes: int, bucket_bytes: int, byt
 
 
 def choose_fanout(num_nodes: int, num_bytes: int, bucket_bytes: int, bytes_per_s: float, hop_s: float) -> int:
-    """The fanout with the shortest `update_s`, the smallest of those; 1, a chain, while nothing was measured."""
+    """Returns the smallest fanout with the least `update_s`. Returns 1, a chain, if nothing was measured yet."""
     if num_nodes <= 1 or num_bytes <= 0 or bytes_per_s <= 0:
         return 1
     fanouts = range(1, min(num_nodes, MAX_FANOUT) + 1)

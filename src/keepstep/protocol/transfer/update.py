@@ -1,8 +1,8 @@
 """The coordinator's machine: one update, from the first offer to its end.
 
-It ends in one of two ways, the same on every device and rank: *committed*, when each device has reported that it is
-prepared, or *aborted*, with the process at fault. A consumer that fails does not appear here: its device continues
-without it.
+An update ends in one of two ways, the same on every device: *committed*, when each device has reported that it is
+prepared, or *aborted*, with the process at fault. The machine knows nothing of a consumer that fails: its device
+continues without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keepstep.protocol.transfer.plan import Limits
 
 
 class UpdateStage(enum.StrEnum):
-    """Where an update is."""
+    """The stages of an update."""
 
     OFFERING = "offering"
     MOVING = "moving"
@@ -27,13 +27,13 @@ class UpdateStage(enum.StrEnum):
 
 
 class SubscriberStanding(enum.Enum):
-    """How an offer stands to an update."""
+    """Whether an offer is for this update, an earlier one, or a later one."""
 
     JOINS = enum.auto()
     IS_PAST = enum.auto()
-    """The device is behind: what it offers does not come any more."""
+    """The device is behind: the update that it offers is over."""
     IS_AHEAD = enum.auto()
-    """The device has given this update up: it does not come any more."""
+    """The device has given up this update, and offers a later one."""
 
 
 Report: TypeAlias = msg.UpdateOffered | msg.MovementSeen | msg.StillThere | msg.DevicePrepared | msg.DeviceFailed
@@ -43,14 +43,14 @@ Verdict: TypeAlias = msg.UpdateAgreed | msg.VersionCommitted | msg.UpdateAborted
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Terms:
-    """What an update is about, as its coordinator sees it.
+    """The terms of an update, set by its coordinator.
 
     Attributes:
-        version: of the weights.
-        generation: of the membership.
+        version: version of the weights.
+        generation: generation of the membership.
         world_size: number of devices.
-        limits: how buckets are filled.
-        deadline_s: how long any device may show no movement.
+        limits: the sizes of buckets.
+        deadline_s: how long a device may show no movement, in seconds.
     """
 
     version: int
@@ -62,7 +62,7 @@ class Terms:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Agreement:
-    """A layout, and what it was made from."""
+    """A layout with the offers from which it was made."""
 
     held: tuple[tuple[HeldPart, ...], ...]
     consumers: tuple[tuple[Consumer, ...], ...]
@@ -70,13 +70,16 @@ class Agreement:
 
 
 class UpdateMachine:
-    """Not for several threads. Every verdict it returns goes to all devices, in this order."""
+    """The coordinator's machine for one update. Not thread-safe.
+
+    The caller must send every returned verdict to all devices, in order.
+    """
 
     def __init__(self, terms: Terms, now_s: float, former: Agreement | None = None) -> None:
         """Args:
-        terms: of the update.
-        now_s: the time.
-        former: the agreement of the update before, which holds again if no device offers anything else.
+        terms: terms of the update.
+        now_s: the present time.
+        former: the agreement of the last update. The machine uses it again if all devices offer the same as then.
         """
         self.terms = terms
         self.stage = UpdateStage.OFFERING
@@ -89,18 +92,18 @@ class UpdateMachine:
 
     @property
     def is_over(self) -> bool:
-        """Whether the verdict has been spoken."""
+        """Whether the update is committed or aborted."""
         return self.stage in (UpdateStage.COMMITTED, UpdateStage.ABORTED)
 
     @property
     def deadline_s(self) -> float:
-        """When `tick` has something to say, if nothing comes before."""
+        """When `tick` aborts the update, unless a report arrives before."""
         return min((self._moved_s[rank] for rank in self._awaited()), default=0.0) + self.terms.deadline_s
 
     def receive(self, rank: int, report: Report, now_s: float) -> list[Verdict]:
-        """A device has reported; a message that does not fit to where the update is counts for nothing.
+        """Processes a device's report. Ignores a report that does not fit the stage or the number of the update.
 
-        Of offers those that join; for the others see `standing_of` and `ahead`.
+        The caller must pass only offers that join; for the others see `standing_of`, `past` and `ahead`.
         """
         if self.is_over or rank not in self._moved_s:
             return []
@@ -131,29 +134,32 @@ class UpdateMachine:
                 assert_never(report)
 
     def standing_of(self, offer: msg.UpdateOffered) -> SubscriberStanding:
-        """Whether a device offers what this update is about. Generations and versions ascend."""
+        """Returns whether an offer is for this update. Generations and versions ascend."""
         offered, wanted = (offer.generation, offer.version), (self.terms.generation, self.terms.version)
         if offered == wanted:
             return SubscriberStanding.JOINS
         return SubscriberStanding.IS_PAST if offered < wanted else SubscriberStanding.IS_AHEAD
 
     def past(self, offer: msg.UpdateOffered) -> msg.UpdateAborted:
-        """What a device is told that is behind, and no other."""
+        """Returns the answer to a device that is behind. Send it to that device only."""
         return msg.UpdateAborted(0, msg.TransferFault.STALE, f"rank {offer.rank}", self._differs(offer))
 
     def ahead(self, offer: msg.UpdateOffered) -> list[Verdict]:
-        """A device has gone on without this update, so it cannot count; the offer waits for the one that it is for."""
+        """Aborts the update, because a device has gone on to a later one. The caller keeps its offer for that one."""
         return [] if self.is_over else self.abort(f"rank {offer.rank}", self._differs(offer), msg.TransferFault.STALE)
 
     def lost(self, rank: int, reason: str) -> list[Verdict]:
-        """The line to a device has ended. Before an update moves, the rank may come again, or another in its place."""
+        """Records that the connection to a device has ended. Before the update is agreed, the rank may connect again.
+
+        Later, the update is aborted.
+        """
         if self.stage is UpdateStage.OFFERING:
             self._offers.pop(rank, None)
             return []
         return [] if self.is_over else self.abort(f"rank {rank}", reason)
 
     def tick(self, now_s: float) -> list[Verdict]:
-        """Time has passed."""
+        """Aborts the update if a device has missed the deadline; else does nothing."""
         if self.is_over or now_s < self.deadline_s:
             return []
         late = [rank for rank in self._awaited() if now_s >= self._moved_s[rank] + self.terms.deadline_s]
@@ -163,23 +169,26 @@ class UpdateMachine:
         return self.abort(culprit, f"{what} within {self.terms.deadline_s:g} s")
 
     def _is_silent(self, rank: int, now_s: float) -> bool:
-        """Devices that only wait for others say so all the time."""
+        """Whether a device has sent nothing for half the deadline. Devices that only wait send signs of life."""
         return self.stage is UpdateStage.MOVING and now_s >= self._heard_s[rank] + self.terms.deadline_s / 2
 
     def _most_silent(self, now_s: float) -> tuple[str, str] | None:
-        """A device that stands makes others stand, which then suspect each other: who, and why it is it."""
+        """Returns the device that has been silent for longest, and the reason; None if none is silent.
+
+        A device that hangs makes others wait, and these then blame each other.
+        """
         rank = min(self._heard_s, key=self._heard_s.__getitem__)
         if not self._is_silent(rank, now_s):
             return None
         return f"rank {rank}", f"has said nothing for {now_s - self._heard_s[rank]:.1f} s"
 
     def abort(self, culprit: str, reason: str, fault: msg.TransferFault = msg.TransferFault.LOST) -> list[Verdict]:
-        """The update cannot count."""
+        """Aborts the update."""
         self.stage = UpdateStage.ABORTED
         return [msg.UpdateAborted(self._update, fault, culprit, reason)]
 
     def _awaited(self) -> list[int]:
-        """The devices whose turn it is."""
+        """Returns the devices whose offer, or later whose report, is missing."""
         done = self._offers if self.stage is UpdateStage.OFFERING else self._prepared
         return [rank for rank in range(self.terms.world_size) if rank not in done]
 
@@ -218,5 +227,5 @@ class UpdateMachine:
 
 
 def _holds(offer: msg.UpdateOffered) -> tuple[int | None, ...]:
-    """What each consumer has; nothing where the offer does not say it of all."""
+    """Returns the version that each consumer keeps; None for all if the offer does not have a value for each."""
     return offer.holds if len(offer.holds) == len(offer.consumers) else (None,) * len(offer.consumers)

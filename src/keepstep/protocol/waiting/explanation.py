@@ -1,4 +1,4 @@
-"""One sentence on a job with ranks that make no progress: where they wait, and which operations do not match."""
+"""Describes in one sentence why a job makes no progress: where ranks wait, and which operations do not match."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ Key = TypeVar("Key")
 
 WORLD = "world"
 MAX_PARTS = 6
-"""A sentence that names more places than this explains nothing."""
+"""Most places that a sentence names. With more, it would not be readable."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankState:
-    """What the controller knows of one rank."""
+    """The controller's knowledge of one rank."""
 
     rank: int
     standing: Standing | None = None
-    """None: it has moved lately."""
+    """The position of a rank without progress; None: it has made progress recently."""
     since_s: float = 0.0
-    """When it began to stand still."""
+    """Time of the rank's last progress, if ``standing`` is set."""
     finished_at: int | None = None
-    """The number of steps after which its loop ended."""
+    """The number of steps after which the rank's loop ended; None if it has not."""
 
     @property
     def waits(self) -> bool:
-        """Whether it stands still in a collective, a send or a recv."""
+        """Whether the rank waits in a collective, a send or a recv."""
         return self.standing is not None and self.standing.waits_for is WaitsFor.RANKS
 
     def has_begun(self, step: int) -> bool:
-        """Whether it stands still inside that step, or a later one."""
+        """Returns whether the rank makes no progress inside this step or a later one."""
         standing = self.standing
         return standing is not None and standing.step >= step and standing.phase not in (Phase.STARTING, Phase.UPDATED)
 
 
 def explain(ranks: Sequence[RankState], now_s: float | None) -> str | None:
-    """The sentence, or None where no rank waits for another one.
+    """Returns the sentence; None if no rank waits for another one.
 
     Args:
         ranks: all ranks of the job.
-        now_s: the time; None leaves durations out, so that equal situations get equal sentences.
+        now_s: the present time; None leaves out durations, so that equal situations have equal sentences.
     """
     if not any(state.waits for state in ranks):
         return None
@@ -57,10 +57,11 @@ def explain(ranks: Sequence[RankState], now_s: float | None) -> str | None:
 
 
 def uneven(ranks: Sequence[RankState]) -> str | None:
-    """Why the job can never complete a step: a rank has ended its loop, and another one is in a step after that end.
+    """Returns why the job can never complete another step; None if that is not certain.
 
-    That step needs the gradients of all ranks, and the rank that has ended its loop takes part in no further step of
-    this generation. In the next one it would end its loop at the same place.
+    That is certain if a rank has ended its loop, and another rank is in a step after that end. The step needs the
+    gradients of all ranks, but the first rank takes part in no further step. In another generation it would end its
+    loop at the same place.
     """
     ended = [state for state in ranks if state.finished_at is not None]
     if not ended:
@@ -78,11 +79,11 @@ def uneven(ranks: Sequence[RankState]) -> str | None:
     )
 
 
-# ---- where a rank is ------------------------------------------------------------------------------------------------
+# ---- where a rank waits ---------------------------------------------------------------------------------------------
 
 
 def _where(state: RankState) -> str:
-    """What a rank does, in words that are the same for all ranks that do the same."""
+    """Returns what a rank does, in words that are the same for all ranks in the same situation."""
     standing = state.standing
     if state.finished_at is not None:
         return f"HAS ended ITS loop after {state.finished_at} steps"
@@ -118,7 +119,7 @@ def _operation(count: OperationCount) -> str:
 
 
 def _global_rank(group: str, peer: int) -> int | str:
-    """The rank in the job of a member of a group, whose name lists its members unless it was too long."""
+    """Returns the global rank of a group's member. The group's name lists its members, unless it was too long."""
     members = group.rpartition(".")[0].split("-")
     if group == WORLD:
         return peer
@@ -135,11 +136,11 @@ def _part(where: str, states: list[RankState], now_s: float | None) -> str:
     return f"{_who(ranks)} {words}"
 
 
-# ---- what does not fit together -------------------------------------------------------------------------------------
+# ---- mismatches -----------------------------------------------------------------------------------------------------
 
 
 def _mismatches(ranks: Sequence[RankState]) -> list[str]:
-    """Of each group in which a rank waits: members that have entered another number of collectives, or another kind."""
+    """Returns, for groups in which a rank waits, members that entered fewer collectives, or another kind."""
     groups: dict[str, dict[int, OperationCount]] = {}
     for state in ranks:
         for count in state.standing.counts if state.standing is not None else ():
@@ -178,7 +179,7 @@ def _by(counts: dict[int, OperationCount], key: Callable[[OperationCount], Key])
 
 
 def _who(ranks: Iterable[int]) -> str:
-    """Ranks in words: rank 0; ranks 1 and 2; ranks 0 to 5 and 7."""
+    """Returns ranks in words, for example: rank 0; ranks 1 and 2; ranks 0 to 5 and 7."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

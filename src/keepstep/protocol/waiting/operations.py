@@ -16,7 +16,7 @@ from keepstep.protocol.phases import Phase
 
 
 class Operation(enum.StrEnum):
-    """What a process group was asked to do."""
+    """The operations of a process group."""
 
     ALL_REDUCE = "all_reduce"
     BROADCAST = "broadcast"
@@ -32,55 +32,55 @@ class Operation(enum.StrEnum):
 
 
 ALL_MEMBERS = -1
-"""The peer of a collective."""
+"""Value of ``peer`` for a collective."""
 ANY_MEMBER = -2
-"""The peer of a recv that takes a message from any rank."""
+"""Value of ``peer`` for a recv that accepts a message from any rank."""
 
 
 class OperationCount(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How many operations of one kind a rank has begun and ended since its groups were connected.
 
-    The collectives of a group are counted together, since their order is what its members share. Sends and receives
-    are counted for each peer.
+    All collectives of a group have one count, because all members enter them in the same order. Sends and receives have
+    one count for each peer.
     """
 
     group: str
-    """As the registry names it; a long name is cut, in the same way on every rank."""
+    """The group's name in the registry of groups. A long name is cut, in the same way on every rank."""
     operation: Operation
-    """The last one that was begun."""
+    """The operation that was begun last."""
     peer: int
-    """Rank in the group of the other side of a send or recv, or `ANY_MEMBER`; of a collective `ALL_MEMBERS`."""
+    """The other side's rank in the group for a send or recv, or `ANY_MEMBER`; `ALL_MEMBERS` for a collective."""
     entered: int
     left: int
 
     @property
     def in_flight(self) -> bool:
-        """Whether one was begun and has not ended."""
+        """Whether an operation was begun and has not ended."""
         return self.entered > self.left
 
 
 class WaitsFor(enum.StrEnum):
-    """What a rank that stands still waits for."""
+    """What a rank without progress waits for."""
 
     RANKS = "other ranks"
-    """It is in a collective, a send or a recv."""
+    """The rank is in a collective, a send or a recv."""
     CONTROLLER = "the controller"
     NOTHING = "nothing"
-    """It is in code of its own: it computes, reads, or hangs."""
+    """The rank runs its own code: it computes, reads, or hangs."""
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A rank that has stood still for long, and where."""
+    """A rank that has made no progress for long, and its position."""
 
     worker: int
     step: int
     phase: Phase
     waits_for: WaitsFor
     still_s: Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-    """How long it had stood still when this was said. Finite, as all that goes into the journal."""
+    """How long it had made no progress at the time of the report, in seconds. Finite, because the journal is JSON."""
     counts: tuple[OperationCount, ...]
-    """Of its groups and peers, the one used last in front; `MAX_TOLD` of them at most."""
+    """The counts of its groups and peers, most recently used first, at most `MAX_TOLD`."""
 
 
 MAX_TOLD = 16
-"""Counts of a rank that are told: those of the groups used last, in which it waits, are among them."""
+"""Most counts of a rank in a report. They include those of the groups in which it waits, which it used last."""

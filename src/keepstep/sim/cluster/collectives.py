@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 WORLD = "world"
 """The name of the group of all ranks."""
 Key = tuple[int, int, str]
-"""(the cohort that connected the group, how many such operations there were since, and what names them)."""
+"""(cohort that connected the group, number of the operation since then, name of the group or transfer)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupOperation:
-    """What an operation in a group beside the world's is."""
+    """One member's view of an operation in another group than the world."""
 
     group: str
     needs: tuple[int, ...]
-    """The ranks whose parts a member waits for."""
+    """The ranks whose parts the member waits for."""
     num_members: int
-    """How many take part."""
+    """Number of ranks that take part."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,19 +38,19 @@ class Collective:
 
     key: Key
     operation: GroupOperation | None = None
-    """None: it is one of all ranks."""
+    """None for a collective of all ranks."""
     inside: dict[int, str] = dataclasses.field(default_factory=dict)
-    """process -> node, of all that have entered and not left."""
+    """process -> its node, for the processes that have entered and not left."""
     given: dict[int, str] = dataclasses.field(default_factory=dict)
-    """rank -> node, of all whose part is on its way."""
+    """rank -> its node, for the ranks that have sent their part."""
     parts: dict[int, int] = dataclasses.field(default_factory=dict)
-    """rank -> the value of its own that it gives to all others."""
+    """rank -> the value that it sends to all others."""
     rows: tuple[int, ...] = ()
-    """All of them by rank, once all are there."""
+    """All needed parts, ordered by rank, once they are complete."""
     was_left: bool = False
-    """Whether a member has left it early, and so may not have been heard by all."""
+    """Whether a member has left early, so that its part may not reach all others."""
     deaf: set[int] = dataclasses.field(default_factory=set)
-    """Processes that its part will never reach."""
+    """Processes that the part of such a member will never reach."""
 
     @property
     def group(self) -> str:
@@ -59,7 +59,7 @@ class Collective:
 
 
 class Collectives:
-    """All collectives under way."""
+    """All collectives and group operations in progress."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -68,9 +68,18 @@ class Collectives:
     def enter(
         self, key: Key, process: int, rank: int, node: str, part: int, operation: GroupOperation | None = None
     ) -> None:
-        """A rank gives its part and waits; `SimulatedWorker.collective_ended` is called when it has got all others.
+        """Enters a rank with its part.
 
-        Where it is the only one in a group whose part is needed, it leaves at once.
+        When it has received all other parts, `SimulatedWorker.collective_ended` is called. A rank of a group that needs
+        only its own part leaves at once.
+
+        Args:
+            key: names the operation.
+            process: the process that enters.
+            rank: its rank.
+            node: the name of its node.
+            part: the value that it sends to the others.
+            operation: what it does in a group; None: a collective of all ranks.
         """
         if (collective := self._open.get(key)) is None:
             collective = self._open[key] = Collective(key, operation)
@@ -92,11 +101,11 @@ class Collectives:
             self._close_if_empty(collective)
             return
         collective.inside[process] = collective.given[rank]
-        # Where one part is needed it may be there already, and the others are told when they come.
+        # If one part is needed, it may be there already; other members look when they enter.
         self._look(collective, None if len(operation.needs) > 1 else process)
 
     def leave(self, process: int) -> None:
-        """A process ends, or breaks its connections: who has not heard its part may never do."""
+        """Removes a process that has ended or broken its connections. Its part may never reach some of the others."""
         for collective in list(self._open.values()):
             if process not in collective.inside:
                 continue
@@ -111,7 +120,7 @@ class Collectives:
             self._close_if_empty(collective)
 
     def arrived(self, key: Key, process: int) -> None:
-        """The last part has come to a process."""
+        """Handles the arrival of the last part at a process."""
         if not self.awaits(key, process):
             return
         collective = self._open[key]
@@ -124,17 +133,17 @@ class Collectives:
         self._world.workers[process].collective_ended(key, collective.rows)
 
     def awaits(self, key: Key, process: int) -> bool:
-        """Whether a process is still inside, and can hear what is on its way to it."""
+        """Returns whether a process still waits in an operation and can receive the parts in transit to it."""
         collective = self._open.get(key)
         return collective is not None and process in collective.inside and process not in collective.deaf
 
     def look_again(self) -> None:
-        """A way is open that was closed."""
+        """Checks all operations again, because a network direction has opened."""
         for collective in list(self._open.values()):
             self._look(collective)
 
     def _look(self, collective: Collective, process: int | None = None) -> None:
-        """Whether the parts are all given: then they get to those inside, or to one that has just come."""
+        """Sends the parts, if all are there, to the processes that wait, or only to one that has just entered."""
         operation = collective.operation
         if operation is None:
             if len(collective.given) < self._world.layout.world_size:
@@ -161,24 +170,24 @@ class Collectives:
 
 
 class SimulatedRendezvous:
-    """Where the members of a generation's groups find each other: at the controller, whose crash empties it."""
+    """The controller's rendezvous of the members of a generation's groups. A crash of the controller empties it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._waiting: dict[int, dict[int, int]] = {}
         """generation -> rank -> process."""
         self._claims: dict[int, dict[int, dict[str, GroupClaim]]] = {}
-        """generation -> rank -> what it claims of its groups."""
+        """generation -> rank -> its claims for its groups."""
         self.said: dict[int, dict[int, dict[str, GroupClaim]]] = {}
-        """cohort -> rank -> the same."""
+        """cohort -> rank -> its claims for its groups, once all ranks have come."""
 
     def come(self, generation: int, rank: int, process: int, claims: dict[str, GroupClaim]) -> None:
-        """A rank comes to connect; `SimulatedWorker.groups_connected` is called when all have.
+        """Registers a rank that is ready to connect. When all are, `SimulatedWorker.groups_connected` is called.
 
         Args:
-            generation: the one to connect in.
-            rank: the one that comes.
-            process: that holds it.
+            generation: the generation to connect in.
+            rank: the rank.
+            process: the process that holds it.
             claims: see `SimulatedGroups.claims`.
         """
         controller = self._world.controller
@@ -199,12 +208,12 @@ class SimulatedRendezvous:
                 self._world.schedule.after(delay_s, event)
 
     def leave(self, process: int) -> None:
-        """A process does not wait any longer."""
+        """Removes a process, which waits no longer."""
         for waiting in self._waiting.values():
             for rank in [rank for rank, member in waiting.items() if member == process]:
                 del waiting[rank]
 
     def forget(self) -> None:
-        """The controller has crashed."""
+        """Forgets all ranks, because the controller has crashed."""
         self._waiting.clear()
         self._claims.clear()

@@ -25,27 +25,27 @@ class SimulatedController:
         self.world = world
         self.is_up = True
         self.life = 0
-        """One more at each crash."""
+        """Number of crashes so far."""
         self.machine = ControllerMachine(world.layout.settings)
         self.journal: list[JournalEntry] = []
-        """What is on disk."""
+        """The entries on disk."""
         self._start_up = StartUp()
         self._start_up_file: list[msg.StoreRequested] = []
-        """What of it is on disk."""
+        """The part of the start-up record that is on disk."""
         self._dies_before: str | None = None
         self._routes: dict[str, int] = {}
-        """node -> the relay that holds its connection, as the relays have said."""
+        """node -> the relay that holds its connection, as reported by the relays."""
         self._taken: tuple[int, int] | None = None
-        """The relay, and which life of it, whose frame it works on."""
+        """(relay, its life) of the frame that the controller works on."""
         self._wake_s: float | None = None
 
     def boot(self) -> None:
-        """It starts, for the first time."""
+        """Starts the controller for the first time."""
         self.machine.begin(self.world.schedule.now_s)
         self._wake_later()
 
     def hear(self, packet: msg.Packet | msg.NodeEvicted | msg.NodeLeft) -> None:
-        """A packet of a node has come."""
+        """Receives a packet of a node, if the controller runs."""
         if self.is_up and isinstance(packet, msg.Packet):
             self.world.oracle.listens(packet)
             self.machine.receive(packet, self.world.schedule.now_s)
@@ -55,7 +55,7 @@ class SimulatedController:
             self._proceed()
 
     def take(self, frame: Frame) -> None:
-        """A frame of a relay has come. The controller takes it even if the relay has died since."""
+        """Receives a frame of a relay, even if the relay has died since."""
         if not self.is_up or frame.controller_life != self.life:
             return
         now_s, self._taken = self.world.schedule.now_s, (frame.relay, frame.relay_life)
@@ -80,15 +80,17 @@ class SimulatedController:
         self._proceed()
 
     def _refuse_former(self, node: str, relay: int) -> None:
-        """A node has connected to a relay. If it has a connection to another one, that one is to end it: the word of
-        either may be the older one, and in doubt the node connects once more."""
+        """Orders another relay that still has a connection to this node to end it.
+
+        Either relay's report may be the older one. If the newer connection ends, the node connects once more.
+        """
         if (number := self._routes.get(node)) in (None, relay):
             return
         former = self.world.relays.all[number]
         self.world.schedule.after(PIPE_S, Event(former.name, "refuse", (former.life, node)))
 
     def relay_lost(self, relay: int) -> None:
-        """A relay has ended."""
+        """Handles the end of a relay."""
         if self.is_up:
             nodes = [node for node, at in self._routes.items() if at == relay]
             for node in nodes:
@@ -96,7 +98,7 @@ class SimulatedController:
             self.machine.relay_lost(nodes, self.world.schedule.now_s)
 
     def requested(self, node: str, request: msg.StoreRequested) -> None:
-        """A process asks the record of the start-up. What is kept is on disk before the answer is transmitted."""
+        """Answers a process's request to the start-up record. A value is on disk before its answer is sent."""
         worker = self.machine.job.roster.workers.get(request.worker)
         if not self.is_up or worker is None or worker.node != node:
             return
@@ -106,7 +108,7 @@ class SimulatedController:
             self.world.start_up.answers(answer)
 
     def _settle(self) -> None:
-        """After every event, as `keepstep.controller.stores.ControllerStores` does."""
+        """Updates the start-up record after every event, as `keepstep.controller.stores.ControllerStores` does."""
         job = self.machine.job
         if self._start_up.starts_over(job.stage, job.generation):
             self._start_up_file.clear()
@@ -114,7 +116,7 @@ class SimulatedController:
             self.world.start_up.answers(answer)
 
     def drain(self) -> None:
-        """SIGTERM: drains the job. A controller that is down gets it when it is back."""
+        """Drains the job, as after SIGTERM. A controller that is down gets the signal when it is back."""
         if self.is_up:
             self.machine.drain("SIGTERM", self.world.schedule.now_s)
             self._proceed()
@@ -122,20 +124,20 @@ class SimulatedController:
             self.world.schedule.after(0.5, Event(CONTROLLER, "drain"))
 
     def reconnected(self, node: str) -> None:
-        """The line to a node is a new one."""
+        """Handles a new connection to a node."""
         if self.is_up:
             self.machine.reconnected(node)
             self._proceed()
 
     def wake(self, due_s: float) -> None:
-        """A deadline has come."""
+        """Handles a deadline, unless it was replaced by an earlier one."""
         if self.is_up and due_s == self._wake_s:
             self._wake_s = None
             self.machine.tick(self.world.schedule.now_s)
             self._proceed()
 
     def _proceed(self) -> None:
-        """Writes the journal, and only then transmits."""
+        """Writes the journal, and then transmits the orders."""
         entries = self.machine.take_entries()
         if self._dies_before is not None and any(entry.orders for entry in entries):
             if self._dies_before == "transmitting":
@@ -186,7 +188,7 @@ class SimulatedController:
     # ---- faults -----------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """SIGKILL: what is not on disk is lost, and the rendezvous with it."""
+        """Kills the controller, as SIGKILL does. State that is not on disk is lost, and so is the rendezvous."""
         self.is_up = False
         self.life += 1
         self._wake_s = None
@@ -196,12 +198,12 @@ class SimulatedController:
         self.world.rendezvous.forget()
 
     def crash_before(self, what: str) -> None:
-        """The next orders are its last: it dies before ``journaling`` or before ``transmitting`` them."""
+        """Makes the controller crash at its next orders, before ``journaling`` or before ``transmitting`` them."""
         if self.is_up:
             self._dies_before = what
 
     def restart(self) -> None:
-        """Its supervisor starts it again."""
+        """Restarts the controller from its journal, as a supervisor does."""
         self._dies_before = None
         if self.is_up:
             return

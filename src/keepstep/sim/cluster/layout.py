@@ -19,25 +19,25 @@ class NodeLayout:
     clock_offset_s: float = 0.0
     clock_rate: float = 1.0
     num_devices: int = 0
-    """Where spares are parked, in memory of the host, the devices that its ranks take; 0: each slot is a device."""
+    """Number of devices for ranks, if spares are parked in host memory without a device; 0: each slot is a device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NetworkLayout:
-    """How the control network behaves between the controller and the nodes."""
+    """The delays, losses and duplicates of the control network between the controller and the nodes."""
 
     min_delay_s: float = 0.0002
     max_delay_s: float = 0.001
     loss: float = 0.0
     duplication: float = 0.0
     straggling: float = 0.0
-    """Part of the packets that take up to ``straggling_s``, and so overtake and are overtaken."""
+    """Share of the packets that are delayed by up to ``straggling_s`` more, so that others overtake them."""
     straggling_s: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimulatedDurations:
-    """What things take, in seconds; each time a factor between 0.7 and 1.3 is drawn."""
+    """Durations in seconds. Most are multiplied by a random factor between 0.7 and 1.3 each time."""
 
     forward_s: float = 0.1
     backward_s: float = 0.2
@@ -48,17 +48,18 @@ class SimulatedDurations:
     connect_s: float = 0.02
     restore_s: float = 0.05
     snapshot_s: float = 0.15
-    """The copy of a rank's state into memory, beside forward and backward."""
+    """Time to copy a rank's state into memory, during forward and backward."""
     second_copy_s: float = 0.15
-    """From a rank to its buddy on another node."""
+    """Time to send a snapshot from a rank to its buddy on another node."""
     stop_s: float = 0.005
-    """From the flag to the next stop point in forward or backward."""
+    """Time from the flag to the next stop point in forward or backward."""
     local_s: float = 0.0001
-    """A message between a worker and its agent."""
+    """Time of a message between a worker and its agent."""
     exit_s: float = 0.01
-    """From SIGKILL until the agent has been told by the kernel."""
+    """Time from SIGKILL until the kernel has told the agent."""
     tick_s: float = 0.4
-    """How often an agent looks at its workers. The real one looks twenty times as often, at phases as much shorter."""
+    """Time between two polls of an agent's workers. A real agent polls twenty times as often, and phases are as much
+    shorter."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,34 +76,35 @@ class ClusterLayout:
     num_steps: int = 12
     checkpoint_every: int | None = None
     snapshot_every: int = 0
-    """Steps from one snapshot of each rank's state in its node's memory to the next; 0: there are none."""
+    """Steps from one snapshot of each rank's state to the next; 0: there are none."""
     needs_rank: bool = False
-    """Whether the script of a spare comes to a line that needs its rank, before its first step."""
+    """Whether a spare's script waits for a rank before its first step."""
     reduces_after_update: bool = False
-    """Whether the script runs a collective after each update. Where it is cut off, the copy may be of no use."""
+    """Whether the script runs a collective after each update. If it is interrupted, the copy may be partially
+    updated."""
 
     parks_spares: bool = False
-    """Whether that line is the script's first, so that everything is built while the job waits."""
+    """Whether a spare's script waits for a rank in its first line, so that it builds its model while the job waits."""
     ends_early: int | None = None
-    """The rank whose script leaves its loop one step before the others, by a mistake of its author."""
+    """The rank whose script leaves its loop one step before the others, because of a bug in the script."""
     asks_once: bool = False
-    """Whether scripts have something to do that is done once in the job's life."""
+    """Whether scripts have once-per-job actions."""
     num_relays: int = 0
-    """Processes beside the controller that hold its connections; 0: it holds them itself."""
+    """Number of relays that hold the controller's connections; 0: it holds them itself."""
     exchanges: bool = False
-    """Whether ranks exchange something in their start-up, which a replacement is to get."""
+    """Whether ranks exchange values in their start-up, which a replacement must get."""
     has_mesh: bool = False
-    """Whether ranks have groups beside the world's, for each copy of the model and for each shard, as HSDP has them."""
+    """Whether ranks have more groups than the world: as in HSDP, one per copy of the model and one per shard."""
     sends_in_mesh: bool = False
-    """Whether members of a copy's group send messages to each other, as in a pipeline."""
+    """Whether the ranks that hold one copy of the model send messages to each other, as in a pipeline."""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self.settings.world_size
 
     def num_steps_of(self, rank: int | None) -> int:
-        """The number of steps that the loop of a rank has."""
+        """Returns the number of steps in the loop of a rank."""
         return self.num_steps - (rank is not None and rank == self.ends_early)
 
     def __str__(self) -> str:
@@ -120,7 +122,7 @@ class ClusterLayout:
 SETTINGS = RecoverySettings(
     1, 0, start_deadline_s=120.0, stop_deadline_s=30.0, recover_deadline_s=40.0, end_deadline_s=20.0, grace_s=12.0
 )
-"""Shorter than the defaults, in the same order: a run that has to wait for one of them ends sooner."""
+"""The deadlines are shorter than the defaults, in the same order, so that a run that waits for one ends sooner."""
 LIVENESS = LivenessSettings(
     floor_s=1.5, factor=4.0, stopped_s=0.6, unknown_s=20.0, between_steps_s=25.0, recovery_s=15.0
 )
@@ -129,7 +131,7 @@ FEW_NODES = 8
 
 
 def draw_layout(rng: random.Random) -> ClusterLayout:
-    """A layout from a seeded generator: mostly small, where everything is close to everything, now and then large."""
+    """Returns a random layout: mostly small, so that faults are likely to interact; now and then large."""
     ranks_per_node = rng.choice((1, 1, 2, 2, 3, 4, 8))
     num_rank_nodes = rng.choice((1, 1, 2, 2, 2, 3, 4)) if rng.random() < 0.97 else rng.randint(5, 64)
     world_size = ranks_per_node * num_rank_nodes
@@ -163,7 +165,7 @@ def draw_layout(rng: random.Random) -> ClusterLayout:
 
 
 def draw_snapshots(rng: random.Random, layout: ClusterLayout) -> ClusterLayout:
-    """The same job, with snapshots where it is sharded; most of those that have no replicas, some of the others."""
+    """Adds snapshots to most of the sharded jobs without replicas, and to some of those with replicas."""
     num_shards = len(set(layout.shards))
     if num_shards == 1 or rng.random() < (0.3 if num_shards == layout.world_size else 0.6):
         return layout
@@ -175,7 +177,7 @@ def draw_snapshots(rng: random.Random, layout: ClusterLayout) -> ClusterLayout:
 
 
 def draw_devices(rng: random.Random, layout: ClusterLayout) -> ClusterLayout:
-    """The same job, where spares are parked in half of the cases without a device: they take one with their rank."""
+    """Lets parked spares be without a device, in half of the jobs that have them: they take one with their rank."""
     if not (layout.parks_spares and layout.needs_rank) or rng.random() < 0.5:
         return layout
     most = layout.settings.ranks_per_node or layout.world_size
@@ -184,7 +186,7 @@ def draw_devices(rng: random.Random, layout: ClusterLayout) -> ClusterLayout:
 
 
 def draw_mesh(rng: random.Random, layout: ClusterLayout) -> ClusterLayout:
-    """The same job, with the groups that HSDP has where there are several shards, with several replicas each."""
+    """Adds the groups of HSDP to a job with several shards and several replicas of each."""
     if len(set(layout.shards)) in (1, layout.world_size):
         return layout
     return dataclasses.replace(layout, has_mesh=True, sends_in_mesh=rng.random() < 0.5)
@@ -193,7 +195,7 @@ def draw_mesh(rng: random.Random, layout: ClusterLayout) -> ClusterLayout:
 def _draw_nodes(
     rng: random.Random, num_rank_nodes: int, ranks_per_node: int, num_spares: int
 ) -> tuple[NodeLayout, ...]:
-    """The spares have room on nodes of their own, or beside the ranks."""
+    """Returns random nodes. The spares' slots are on nodes of their own, or on those of the ranks."""
     apart = rng.random() < 0.6
     per_spare_node = max(1, min(num_spares, ranks_per_node))
     num_spare_nodes = -(-num_spares // per_spare_node) if apart else rng.choice((0, 0, 1))
@@ -208,7 +210,7 @@ def _draw_nodes(
 
 
 def _draw_durations(rng: random.Random) -> SimulatedDurations:
-    """Half of the jobs have steps in which some part takes unusually long, so that failures fall into it."""
+    """Returns random durations. In half of the jobs some part of a step takes unusually long, so that faults hit it."""
     if rng.random() < 0.5:
         return SimulatedDurations()
     return SimulatedDurations(
@@ -225,8 +227,11 @@ def _draw_durations(rng: random.Random) -> SimulatedDurations:
 
 
 def _draw_network(rng: random.Random, num_nodes: int) -> NetworkLayout:
-    """A tenth of all packets is lost in small jobs only: a node whose heartbeats are all lost for a lease is given up,
-    and among sixty there is such a one every quarter of a minute."""
+    """Returns a random network.
+
+    Only in small jobs a tenth of the packets may be lost. The controller evicts a node whose heartbeats are all lost
+    for the length of a lease, and with sixty nodes that would happen every quarter of a minute.
+    """
     if rng.random() < 0.5:
         return NetworkLayout()
     return NetworkLayout(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from keepstep.sim.world import World
 
 DEPART_S = 2.0
-"""How long a node that leaves waits for the controller's answer."""
+"""How long a leaving node waits for the controller's answer."""
 
 
 class SimulatedNode:
@@ -42,17 +42,17 @@ class SimulatedNode:
         self.name = layout.name
         self.is_up = False
         self.is_leaving = False
-        """Nothing more is started there."""
+        """Whether the node drains, so that the controller starts no more processes there."""
         self.workers: dict[int, SimulatedProcess] = {}
-        """The processes of the present incarnation of its agent, by worker number."""
+        """worker -> its process, for the current incarnation of the agent."""
         self.memories: dict[int, SimulatedMemory] = {}
-        """Of processes that are gone, by worker number: where there are snapshots in them."""
+        """worker -> its memory, for processes that are gone and have left snapshots."""
         self._starting: dict[int, list[msg.WorkerOrder]] = {}
-        """worker -> the orders for a process that does not exist yet: the agent keeps them for it."""
+        """worker -> the orders for its process, which does not exist yet."""
         self.closed: set[int] = set()
-        """Its devices that are sick, and stay so."""
+        """The devices that are sick. They stay so."""
         self.has_room = True
-        """For second copies of snapshots that nothing is written over for."""
+        """Whether there is memory for second copies of snapshots that overwrite no older one."""
         self.clock_jump_s = 0.0
         self._incarnation = 0
         self._wake_s = 0.0
@@ -65,7 +65,7 @@ class SimulatedNode:
 
     @property
     def channel(self) -> ReliableChannel:
-        """The agent's end of its line to the controller."""
+        """The agent's end of its channel to the controller."""
         return self._machine.channel
 
     @property
@@ -77,7 +77,7 @@ class SimulatedNode:
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def boot(self) -> None:
-        """The agent starts, for the first time or after the node or the agent was lost."""
+        """Starts the agent, for the first time or after the node or the agent was lost."""
         if self.is_up:
             return
         self.is_up, self.is_leaving = True, False
@@ -91,7 +91,7 @@ class SimulatedNode:
         self._tick_later()
 
     def crash(self) -> None:
-        """The agent is lost with all its workers: they die with it, and the controller is not told."""
+        """Ends the agent and all its workers, without a message to the controller."""
         self.is_up = False
         for memory in self.memories.values():
             memory.is_lost = True
@@ -100,25 +100,25 @@ class SimulatedNode:
             worker.die(Cause.SIGNAL, "lost with its node")
 
     def find_room(self) -> None:
-        """What has taken its memory has ended."""
+        """Makes memory for second copies available again."""
         self.has_room = True
 
     def drain(self) -> None:
-        """SIGTERM for the agent."""
+        """Drains the node, as after SIGTERM to the agent."""
         if self.is_up:
             self.is_leaving = True
             self._machine.drain("SIGTERM")
             self._proceed()
 
     def depart(self) -> None:
-        """The grace period of a draining node is over."""
+        """Ends the grace period of a draining node."""
         if self.is_up:
             self.world.oracle.drain.node_departs(self.name)
             self._machine.depart("SIGTERM")
             self._proceed()
 
     def close(self, device: int, *, has_failed: bool) -> None:
-        """The agent has found a device sick, or failed: then the rank there is lost."""
+        """Lets the agent close a device that is sick. If it has failed, the rank there is lost."""
         self.closed.add(device)
         if has_failed:
             tags = {number: worker.tag for number, worker in self.workers.items()}
@@ -129,51 +129,51 @@ class SimulatedNode:
 
     @property
     def incarnation(self) -> int:
-        """Of its agent, which begins another one when it was given up."""
+        """The incarnation of its agent. A new one begins after the controller has evicted the node."""
         return self._machine.incarnation
 
     @property
     def is_read(self) -> bool:
-        """Whether a process can read what is in its memory: one that is there, or one that can still come."""
+        """Whether a process can read the snapshots in its memory: a live one, or one that can still start there."""
         takes_in = len(self.closed) < self.layout.slots and not self.is_leaving
         return self.is_up and (takes_in or any(worker.is_alive for worker in self.workers.values()))
 
     def should_be_left(self, device: int) -> None:
-        """A device has been sick for long."""
+        """Makes the oracle check that no rank uses a device that has been sick for long."""
         if self.is_up:
             self.world.oracle.devices.should_be_left(self.name, device)
 
     # ---- the agent's loop -------------------------------------------------------------------------------------------
 
     def hear(self, packet: msg.Packet | msg.NodeEvicted) -> None:
-        """A packet of the controller has come."""
+        """Receives a packet of the controller."""
         if self.is_up:
             self._machine.receive(packet, self.clock_s)
             self._proceed()
 
     def reconnected(self) -> None:
-        """The line to the controller is a new one."""
+        """Handles a new connection to the controller."""
         if self.is_up:
             self._machine.reconnected()
             self._proceed()
 
     def worker_says(self, number: int, report: msg.AnyMessage) -> None:
-        """A worker has written to its socket."""
+        """Takes a report that a worker writes to its socket. The agent reads it a little later."""
         delay_s = self._durations.local_s
         self.world.schedule.after(delay_s, Event(self.name, "worker_said", (self._machine.incarnation, number, report)))
 
     def worker_said(self, incarnation: int, number: int, report: msg.AnyMessage) -> None:
-        """What a worker has written is read."""
+        """Reads a worker's report."""
         if self.is_up and incarnation == self._machine.incarnation:
             self._machine.said(number, report, self.clock_s)
             self._proceed()
 
     def tick(self, incarnation: int) -> None:
-        """The regular look at all workers."""
+        """Polls all workers, at regular intervals."""
         if not self.is_up or incarnation != self._incarnation:
             return
         now_s = self.clock_s
-        self._machine.clock_offset_s = self.world.schedule.now_s - now_s  # as the controller's answers tell it
+        self._machine.clock_offset_s = self.world.schedule.now_s - now_s  # as computed from the controller's time
         for worker in self.workers.values():
             if worker.is_alive:
                 self._machine.observe(worker.number, worker.look(), now_s)
@@ -184,7 +184,7 @@ class SimulatedNode:
         self._tick_later()
 
     def wake(self, due_s: float) -> None:
-        """A deadline of the agent has come."""
+        """Handles a deadline of the agent."""
         if self.is_up and due_s == self._wake_s:
             self._wake_s = 0.0
             self._machine.tick(self.clock_s)
@@ -194,7 +194,7 @@ class SimulatedNode:
         self.world.schedule.after(self._durations.tick_s, Event(self.name, "tick", (self._incarnation,)))
 
     def _proceed(self) -> None:
-        """Carries out what the machine wants, and transmits what it says."""
+        """Performs the machine's effects, and transmits its packets."""
         for effect in self._machine.take():
             match effect:
                 case Spawn():
@@ -240,7 +240,7 @@ class SimulatedNode:
             self.world.schedule.after(delay_s, Event(self.name, "wake", (due_s,)))
 
     def leave(self, incarnation: int) -> None:
-        """The agent ends, and its workers with it."""
+        """Ends the agent and its workers."""
         if not self.is_up or incarnation != self._incarnation:
             return
         for worker in list(self.workers.values()):
@@ -250,7 +250,7 @@ class SimulatedNode:
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def spawn(self, incarnation: int, wanted: Spawn) -> None:
-        """The process of a worker exists."""
+        """Creates a worker's process, and hands it the orders that have arrived meanwhile."""
         if not self.is_up or incarnation != self._machine.incarnation:
             return
         number = wanted.worker
@@ -270,7 +270,7 @@ class SimulatedNode:
             worker.die(Cause.SIGNAL, "killed by SIGKILL")
 
     def _terminate(self, number: int) -> None:
-        """SIGTERM for a worker: half of the scripts handle it, and the others are killed by it."""
+        """Sends SIGTERM to a worker. Half of the scripts handle it, and the others are killed by it."""
         worker = self.workers.get(number)
         if worker is not None and worker.is_alive and self.world.coin():
             worker.die(Cause.SIGNAL, "killed by SIGTERM")
@@ -284,16 +284,16 @@ class SimulatedNode:
             self._starting[number].append(order)
 
     def _snapshots_of(self, number: int) -> msg.SnapshotsByRank:
-        """What is in the memory that a worker has, or had when it ended."""
+        """Returns the snapshots in the memory of a worker, also after its end."""
         memory = self.memory_of(number)
         return () if memory is None else memory.by_rank()
 
     def memory_of(self, number: int) -> SimulatedMemory | None:
-        """What a worker has left, or has."""
+        """Returns the memory of a worker, also after its end; None if it has left no snapshots."""
         return self.workers[number].memory if number in self.workers else self.memories.get(number)
 
     def ended(self, worker: SimulatedProcess) -> None:
-        """A process has ended; the kernel will say so."""
+        """Schedules the kernel's notification of the end of a process."""
         incarnation = self._machine.incarnation
         delay_s = self.world.draw(self._durations.exit_s)
         if self.world.coin():
@@ -302,14 +302,14 @@ class SimulatedNode:
         self.world.schedule.after(delay_s, Event(self.name, "exited", (incarnation, worker.number)))
 
     def training_thread_died(self, incarnation: int, number: int) -> None:
-        """The kernel has taken back the lock that a worker's training thread held."""
+        """Handles the release of a worker's lifeline: the kernel has released its training thread's lock."""
         if self.is_up and incarnation == self._machine.incarnation and number in self.workers:
             snapshots = self._snapshots_of(number)
             self._machine.training_thread_died(number, self.workers[number].tag, self.clock_s, snapshots)
             self._proceed()
 
     def exited(self, incarnation: int, number: int) -> None:
-        """The kernel tells how a process has ended."""
+        """Handles the exit status of a process."""
         if self.is_up and incarnation == self._machine.incarnation:
             snapshots = self._snapshots_of(number)
             worker = self.workers.pop(number)
@@ -321,12 +321,12 @@ class SimulatedNode:
             self._proceed()
 
     def step_completed(self, worker: SimulatedProcess, generation: int, step: int) -> None:
-        """A worker's page shows that it has completed a step; the first of a generation is told."""
+        """Tells the machine that a worker has completed a step. It reports the first one of a generation."""
         self._machine.step_completed(worker.number, generation, step, self.clock_s, 0.1)
         self._proceed()
 
     def blame(self, number: int, detail: str) -> None:
-        """A false alarm: the agent takes a healthy worker for hung."""
+        """Makes the agent report a healthy worker as lost."""
         worker = self.workers.get(number)
         if self.is_up and worker is not None and worker.is_alive:
             self._machine.broke_protocol(number, detail, worker.tag, self.clock_s)

@@ -29,7 +29,7 @@ Self = TypeVar("Self", bound="SimulatedProcess")
 
 
 class Host(Protocol):
-    """What a process knows of the machine it runs on."""
+    """The interface of a node that its processes use."""
 
     name: str
     is_up: bool
@@ -37,21 +37,21 @@ class Host(Protocol):
 
     @property
     def is_read(self) -> bool:
-        """Whether a process can read what is in its memory."""
+        """Whether a process can read the snapshots in its memory."""
 
     @property
     def clock_s(self) -> float:
-        """The time that the machine's own clock shows."""
+        """The time of the node's own clock."""
 
     def memory_of(self, number: int) -> SimulatedMemory | None:
-        """Where the snapshots of a worker are."""
+        """Returns the memory with the snapshots of a worker."""
 
     def worker_says(self, number: int, report: msg.AnyMessage) -> None:
-        """A worker writes to its agent's socket."""
+        """Sends a report of a worker to its agent."""
 
 
 def held_while_stopped(method: Callable[[Self, *Arguments], None]) -> Callable[[Self, *Arguments], None]:
-    """Marks what happens to a process: to one that is stopped when it is continued, and to a dead one never."""
+    """Decorates an event of a process: a stopped process handles it when it is continued, a dead one never."""
 
     @functools.wraps(method)
     def happens(self: Self, *arguments: *Arguments) -> None:
@@ -64,7 +64,7 @@ def held_while_stopped(method: Callable[[Self, *Arguments], None]) -> Callable[[
 
 
 class SimulatedProcess(ABC):
-    """What a `SimulatedWorker` is as a process, without what runs in it."""
+    """A worker's process, without the training that runs in it (`SimulatedWorker`)."""
 
     def __init__(self, world: World, node: Host, process: int, wanted: Spawn) -> None:
         self.world = world
@@ -76,36 +76,36 @@ class SimulatedProcess(ABC):
         self.local_rank = wanted.local_rank
         self.local_world_size = wanted.local_world_size
         self.is_first_holder = wanted.rank is not None
-        """Its script starts as a rank of the job, together with all others; a replacement's starts alone."""
+        """Whether its script starts as a rank, together with those of all ranks, and not alone as a replacement's."""
         self.spawned_s = world.schedule.now_s
         self.is_alive = True
         self.is_stopped = False
-        """Held by SIGSTOP: nothing in it moves."""
+        """Whether SIGSTOP has stopped it."""
         self.is_stuck = False
-        """Its training thread hangs; its listener lives."""
+        """Whether its training thread hangs. Its listener thread still runs."""
         self.slowness = 1.0
         self.exit: tuple[Cause, str] = (Cause.EXIT, "")
         self.missed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        """What came while it was stopped."""
+        """Events that came while it was stopped."""
         self.parameters: History = ()
         self.local = LocalValue()
         self.memory = SimulatedMemory()
-        """Of its snapshots; its node holds it as well."""
+        """The memory of its snapshots. The node keeps it when the process ends."""
         self.snapshots = SimulatedSnapshots(
             self.memory, world.layout.snapshot_every, lambda moment, step: world.moment_shown(self, moment, step)
         )
         self.shard: str | None = None
-        """The shard that the parameters are of; a spare's are of none yet."""
+        """The shard of the parameters; None for a spare."""
         self.cohort: int | None = None
-        """The number of the cohort that it has connected with last."""
+        """The number of its latest cohort."""
         self.tag = Tag(0, -1, Phase.STARTING)
         self._tag_since_s = 0.0
         self._passed: list[tuple[Phase, float, float]] = []
         self.groups = SimulatedGroups(world, self)
-        """The world's, and those of its mesh."""
+        """The world, and the groups of its mesh."""
         self.in_collective: Key | None = None
         self.entered_s = 0.0
-        """When it had last begun a collective; 0: never."""
+        """When it last began a collective; 0: never."""
         self._progress = 0
         self._is_waiting = False
 
@@ -131,29 +131,29 @@ class SimulatedProcess(ABC):
 
     @property
     def where(self) -> str:
-        """What it is at, for the story."""
+        """Its phase and step, or its state, for the trace."""
         state, steps = self.machine.state, self.machine.steps
         return f"{steps.phase} of step {steps.step}" if state is WorkerState.TRAINING else str(state)
 
-    # ---- what its agent looks at ------------------------------------------------------------------------------------
+    # ---- what its agent reads ---------------------------------------------------------------------------------------
 
     def look(self) -> Observation:
-        """What its agent sees of it."""
+        """Returns what its agent observes."""
         in_collective = self.in_collective is not None
         return Observation(self.tag, self._progress, self._is_waiting, in_collective, self.is_stopped)
 
     def take_passed(self) -> list[tuple[Phase, float, float]]:
-        """The phases that its ring shows to have ended since the last look: when they began, and ended."""
+        """Returns (phase, begin, end) of the phases that have ended since the last call, as the page's ring shows."""
         passed, self._passed = self._passed, []
         return passed
 
     def counts(self) -> tuple[OperationCount, ...]:
-        """What its page shows of the group that it waits in; all that the world does is a barrier there."""
+        """Returns the page's counts of the group that it waits in. All operations of the world count as barriers."""
         count = self.groups.count() if self.in_collective is not None else None
         return () if count is None else (count,)
 
     def _show(self) -> None:
-        """Writes where the training thread is into the page."""
+        """Writes the training thread's step and phase to the tag page."""
         machine = self.machine
         self._is_waiting = False
         before, self.tag = self.tag, Tag(machine.generation, machine.steps.step, machine.steps.phase)
@@ -166,18 +166,18 @@ class SimulatedProcess(ABC):
     # ---- what happens to it -----------------------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """A stopped process is continued: what came meanwhile comes now."""
+        """Continues a stopped process. It handles the events that it has missed."""
         self.is_stopped = False
         missed, self.missed = self.missed, []
         for happens, arguments in missed:
             happens(self, *arguments)
 
     def be_fast(self) -> None:
-        """It is not slow any more."""
+        """Ends the slowness of the process."""
         self.slowness = 1.0
 
     def die(self, cause: Cause, detail: str) -> None:
-        """The process ends, also in the middle of a step."""
+        """Ends the process, even in the middle of a step."""
         if not self.is_alive:
             return
         self.is_alive = False
@@ -187,29 +187,29 @@ class SimulatedProcess(ABC):
         self.world.process_ended(self)
 
     def raise_error(self, error: str, *, fatal: bool = False) -> None:
-        """Its script raises an exception and does not catch it."""
+        """Ends the process with an exception of its script, which it reports first."""
         self._say(msg.WorkerFailed(self.number, error, "Traceback ...", fatal))
         self.die(Cause.EXIT, "exit code 1")
 
     def repeat_report(self, report: msg.WorkerReport) -> None:
-        """Something the process says by mistake, or a second time."""
+        """Sends a report outside of the normal sequence, for example one of an earlier generation."""
         if self.is_alive and not self.is_stopped:
             self._say(report)
 
     @held_while_stopped
     def is_answered(self, answer: msg.StoreAnswered) -> None:
-        """An answer of the controller's record of the start-up comes."""
+        """Receives an answer of the controller's start-up record."""
         if not self.is_stuck:
             self.world.start_up.heard(self.process, answer)
 
     # ---- its snapshots ----------------------------------------------------------------------------------------------
 
     def second_copies(self) -> msg.SnapshotsByRank:
-        """What it keeps of other ranks."""
+        """Returns the snapshots of other ranks in its memory."""
         return tuple((rank, steps) for rank, steps in self.memory.by_rank() if rank != self.machine.rank)
 
     def take_snapshot(self, step: int) -> None:
-        """A step is handed out: its snapshot begins, if one is due."""
+        """Begins the snapshot of a step that is yielded, if one is due."""
         assert self.machine.rank is not None
         snapshot = Snapshot(self.machine.rank, step, self.shard, self.parameters, self.local.rows)
         before = self.memory.whole
@@ -221,7 +221,7 @@ class SimulatedProcess(ABC):
 
     @held_while_stopped
     def copied(self, copy: int) -> None:
-        """The thread of the snapshots is through with one."""
+        """Handles the end of a copy by the snapshot thread."""
         if (snapshot := self.snapshots.copied(copy)) is not None:
             self.world.oracle.snapshots.taken(self, snapshot)
             self.world.second_copies.send(self, snapshot)
@@ -229,13 +229,13 @@ class SimulatedProcess(ABC):
 
     @held_while_stopped
     def second_copy_there(self, snapshot: Snapshot) -> None:
-        """The buddy has all of a snapshot."""
+        """Handles the completion of a second copy."""
         if self.snapshots.doubled(snapshot.step):
             self._is_copied()
 
     @held_while_stopped
     def second_copy_refused(self, snapshot: Snapshot) -> None:
-        """The buddy's node has no room for a snapshot."""
+        """Handles the refusal of a second copy, because the buddy's node has no room."""
         self.world.oracle.snapshots.refused(self, snapshot)
         if self.snapshots.refused(snapshot.step):
             self._is_copied()
@@ -243,7 +243,7 @@ class SimulatedProcess(ABC):
             self.raise_error("ConfigurationError: no memory for second copies of snapshots", fatal=True)
 
     def rewind(self, step: int) -> tuple[Rows, bool]:
-        """Goes back to its snapshot of a step, or to a checkpoint; the rows there, and whether it is a checkpoint."""
+        """Loads the snapshot or checkpoint of a step. Returns its table of rows, and whether it is a checkpoint."""
         shard = self.shard = self.world.shard_of(self.machine.rank)
         if (snapshot := self.snapshots.load(self.machine.rank or 0, step)) is not None:
             self.shard, self.parameters = snapshot.shard, snapshot.parameters
@@ -253,43 +253,43 @@ class SimulatedProcess(ABC):
 
     @abstractmethod
     def _is_copied(self) -> None:
-        """A snapshot is whole, here or with the buddy."""
+        """Handles the completion of a copy, its own or the buddy's."""
 
     # ---- what other parts tell the script ---------------------------------------------------------------------------
 
     @abstractmethod
     def order(self, order: msg.WorkerOrder) -> None:
-        """An order of the controller comes out of its socket."""
+        """Receives an order of the controller."""
 
     @abstractmethod
     def has_exchanged(self) -> None:
-        """It has exchanged with the other ranks what a start-up exchanges."""
+        """Handles the end of the start-up exchange."""
 
     @abstractmethod
     def wait_in(self, key: Key) -> None:
-        """Its training thread waits in a collective from now on."""
+        """Makes its training thread wait in a collective."""
 
     @abstractmethod
     def collective_ended(self, key: Key, rows: Rows) -> None:
-        """Every rank's part of a collective has arrived."""
+        """Handles the end of a collective: all parts have arrived."""
 
     @abstractmethod
     def received(self, parameters: History, shard: str | None, rows: Rows) -> None:
-        """The last bucket of a transfer has arrived."""
+        """Handles the arrival of a transfer's last bucket."""
 
     @abstractmethod
     def lose_connection(self) -> None:
-        """A connection to a peer ends for no reason."""
+        """Loses a connection to a peer, without a fault of any process."""
 
     @abstractmethod
     def lose_group(self) -> None:
-        """A group of the script's own fails, in which no step waits."""
+        """Reports the failure of a group that the script itself has made. No step waits in it."""
 
     @abstractmethod
     def sent(self) -> None:
-        """The last bucket of this source is with its receivers."""
+        """Handles the end of a transfer at its source: the receivers have all buckets."""
 
-    # ---- for what runs in it ----------------------------------------------------------------------------------------
+    # ---- for subclasses ---------------------------------------------------------------------------------------------
 
     def _leave_groups(self) -> None:
         """Ends all connections to other ranks."""

@@ -1,4 +1,4 @@
-"""The snapshots of simulated processes, in memory of their nodes, which outlives them."""
+"""The snapshots of simulated processes. They are in memory of the node, which outlives the processes."""
 
 from __future__ import annotations
 
@@ -25,59 +25,65 @@ class Snapshot:
 
 
 class SimulatedMemory:
-    """What a process has its snapshots in, and those of other ranks; its node holds it as well."""
+    """Memory with the snapshots of a process, and second copies of other ranks. The node keeps it when the process
+    ends."""
 
     def __init__(self) -> None:
         self._slots: dict[int, Snapshot | None] = {}
-        """None while it is written."""
+        """Slot -> its snapshot, None while it is written."""
         self.is_lost = False
-        """It has gone with its node, or its agent has let go of it because the node was given up."""
+        """Whether the node was lost, or its agent has released the memory because the node was evicted."""
 
     @property
     def whole(self) -> list[Snapshot]:
-        """The whole snapshots."""
+        """The complete snapshots."""
         return [each for each in self._slots.values() if each is not None]
 
     @property
     def held(self) -> dict[int, tuple[int, int]]:
-        """The rank and step of the whole snapshot in each slot that has one."""
+        """Slot -> (rank, step) of the complete snapshot in it."""
         return {slot: (each.rank, each.step) for slot, each in self._slots.items() if each is not None}
 
     def by_rank(self) -> SnapshotsByRank:
-        """The steps of each rank's whole snapshots."""
+        """Returns the steps of each rank's complete snapshots."""
         ranks = sorted({rank for rank, _step in self.held.values()})
         return tuple((rank, self.steps(rank)) for rank in ranks)
 
     def steps(self, rank: int | None) -> tuple[int, ...]:
-        """Those of one rank's snapshots, ascending."""
+        """Returns the steps of one rank's complete snapshots, ascending."""
         return tuple(sorted(step for whose, step in self.held.values() if whose == rank))
 
     def find(self, rank: int | None, step: int) -> Snapshot | None:
-        """The snapshot of a step."""
+        """Returns a rank's snapshot of a step; None if there is none."""
         return next((each for each in self._slots.values() if each and (each.rank, each.step) == (rank, step)), None)
 
     def has_slot(self, rank: int) -> bool:
-        """Whether the next snapshot of a rank is written over one of its own, and takes no more memory."""
+        """Returns whether the next snapshot of a rank overwrites an older one of it, and so needs no more memory."""
         return len(self.steps(rank)) >= NUM_KEPT
 
     def open(self, rank: int, kept_step: int | None) -> int:
-        """The slot for a new snapshot of a rank."""
+        """Opens a slot for a new snapshot of a rank, and returns its number.
+
+        Args:
+            rank: the rank.
+            kept_step: snapshots of this step must not be overwritten.
+        """
         slot = slot_to_replace(self.held, rank, kept_step)
         slot = next(number for number in itertools.count() if number not in self._slots) if slot is None else slot
         self._slots[slot] = None
         return slot
 
     def seal(self, slot: int, snapshot: Snapshot) -> None:
-        """All of it is there."""
+        """Marks the snapshot in a slot as complete."""
         self._slots[slot] = snapshot
 
     def discard(self, slot: int) -> None:
-        """What is in a slot counts no more."""
+        """Discards the snapshot in a slot."""
         self._slots.pop(slot, None)
 
 
 class SimulatedSnapshots:
-    """What a process does with its memory: as `keepstep.worker.step.snapshots` does, with the same schedule."""
+    """The snapshots of a process. It uses the same schedule as `keepstep.worker.step.snapshots`."""
 
     def __init__(self, memory: SimulatedMemory, every: int, on_moment: Callable[[SnapshotMoment, int], None]) -> None:
         self._memory = memory
@@ -85,35 +91,35 @@ class SimulatedSnapshots:
         self._schedule = SnapshotSchedule(every)
         self.plan = SecondCopyPlan()
         self._copy: tuple[int, int, Snapshot] | None = None
-        """Its number, its slot, and what will be there."""
+        """(number, slot, snapshot) of the copy in progress."""
         self._num_copies = 0
         self._inherited: dict[tuple[int, int], SimulatedMemory] = {}
-        """By rank and step, other memory of the node."""
+        """(rank, step) -> other memory of the node that has this snapshot."""
         self.kept_step: int | None = None
-        """That must not be written over before all ranks have their snapshots again."""
+        """The step whose snapshots must not be overwritten before all ranks have snapshots again."""
         self.unsent: int | None = None
         """The step of the snapshot that the buddy does not have yet."""
 
     @property
     def is_copying(self) -> bool:
-        """Whether a snapshot is being taken."""
+        """Whether a copy is in progress."""
         return self._copy is not None
 
     def is_complete(self, step: int) -> bool:
-        """Whether the rank may say that it is synced in a step."""
+        """Returns whether the snapshots allow the rank to become synced in a step."""
         return not self.is_copying and not (self.unsent is not None and self._schedule.is_second_copy_due(step))
 
     def steps(self, rank: int | None) -> tuple[int, ...]:
-        """The steps that the process can go back to, ascending."""
+        """Returns the steps that a process with this rank can go back to, ascending."""
         inherited = {step for whose, step in self._inherited if whose == rank}
         return tuple(sorted({*inherited, *self._memory.steps(rank)}))
 
     def inherit(self, memory: SimulatedMemory, rank: int, steps: tuple[int, ...]) -> None:
-        """The process takes the rank of one that is gone, or is to send its state."""
+        """Gives access to a rank's snapshots in other memory, to a process that takes this rank or sends its state."""
         self._inherited |= {(rank, step): memory for step in steps}
 
     def hand_out(self, snapshot: Snapshot) -> int | None:
-        """A step is handed out, with this state; the number of the copy that begins, if one does."""
+        """Begins a copy of the state of a yielded step, if one is due. Returns its number; None if none begins."""
         if self._copy or not self._schedule.is_due(snapshot.step):
             return None
         if self._memory.find(snapshot.rank, snapshot.step):
@@ -125,7 +131,7 @@ class SimulatedSnapshots:
         return self._num_copies
 
     def copied(self, number: int) -> Snapshot | None:
-        """A copy is through: what is in the memory now, unless it was cut off."""
+        """Completes a copy. Returns its snapshot; None if the copy was cancelled."""
         if self._copy is None or self._copy[0] != number:
             return None
         _, slot, snapshot = self._copy
@@ -135,24 +141,24 @@ class SimulatedSnapshots:
         return snapshot
 
     def cancel(self) -> None:
-        """The state is about to be written."""
+        """Cancels the copy in progress, because the state is about to change."""
         if self._copy is not None:
             self._memory.discard(self._copy[1])
         self._copy = None
 
     def find(self, rank: int, step: int) -> Snapshot | None:
-        """What to go back to, or to send, if there is any of that step."""
+        """Returns the snapshot to load or send, from its own or inherited memory; None if there is none."""
         inherited = self._inherited.get((rank, step), self._memory)
         return self._memory.find(rank, step) or inherited.find(rank, step)
 
     def load(self, rank: int, step: int) -> Snapshot | None:
-        """What to go back to, if there is any of that step."""
+        """Returns the snapshot to load, and records this moment; None if there is none."""
         if (found := self.find(rank, step)) is not None:
             self._on_moment(SnapshotMoment.LOADED, step)
         return found
 
     def resumed(self, step: int, machine: WorkerMachine) -> None:
-        """The process stands at the step at which all resume, as its machine knows."""
+        """Handles the recovery's end: the process is at the resume step, and later snapshots are invalid."""
         self.cancel()
         for slot in outdated(self._memory.held, step):
             self._memory.discard(slot)
@@ -163,7 +169,7 @@ class SimulatedSnapshots:
         self.plan.resumed(machine.rank, machine.membership if self._schedule.every else None, machine.generation)
 
     def doubled(self, step: int) -> bool:
-        """The buddy has all of a snapshot; whether that was waited for."""
+        """Handles the completion of a second copy. Returns whether the process has waited for it."""
         if self.unsent != step:
             return False
         self.unsent = None
@@ -173,17 +179,22 @@ class SimulatedSnapshots:
         return True
 
     def refused(self, step: int) -> bool:
-        """The buddy's node has no room for a snapshot; whether the job goes on without its second copy."""
+        """Handles the refusal of a second copy. Returns whether the job continues without it."""
         self.unsent = None
         self._on_moment(SnapshotMoment.REFUSED, step)
         return self.plan.refused()
 
     def contribution(self, step: int) -> int:
-        """The process's number in the gradient barrier of a step."""
+        """Returns the process's number in the gradient barrier of a step."""
         return self.plan.contribution() if self._schedule.is_second_copy_due(step) else 0
 
     def passed_barrier(self, rank: int | None, heard: int) -> None:
-        """Every rank has its snapshots again; the greatest number that any has said."""
+        """Handles the end of a gradient barrier: all ranks have snapshots again.
+
+        Args:
+            rank: the rank of this process.
+            heard: the greatest contribution of all ranks.
+        """
         self._inherited.clear()
         if self.kept_step is not None:
             self.kept_step = None
@@ -194,5 +205,5 @@ class SimulatedSnapshots:
         self.plan.reduced(heard)
 
     def is_due(self, step: int) -> bool:
-        """Whether every rank that is synced in a step has a snapshot of it."""
+        """Returns whether every rank that is synced in a step has a snapshot of it."""
         return self._schedule.is_due(step)

@@ -1,4 +1,4 @@
-"""Transfers of state between ranks: in a recovery to receivers, in training as second copies."""
+"""Transfers of state between ranks: in a recovery to its receivers, and in training as second copies to buddies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from keepstep.sim.world import World
 
 STOPPED_S = 0.1
-"""Until a copy is looked at again whose sender or receiver is stopped."""
+"""Interval at which a second copy is tried again while its sender or receiver is stopped."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,7 +34,7 @@ class Transfers:
         self._open: dict[tuple[int, Transfer], _UnderWay] = {}
 
     def come(self, worker: SimulatedProcess, generation: int, transfer: Transfer, step: int) -> None:
-        """A source or a receiver is ready; the bytes of the resume step move when all are."""
+        """Registers a source or a receiver that is ready. When all are, the state of the resume step moves."""
         under_way = self._open.setdefault((generation, transfer), _UnderWay(transfer, step))
         assert worker.machine.rank is not None
         under_way.there[worker.machine.rank] = worker
@@ -49,7 +49,7 @@ class Transfers:
             self._world.schedule.after(delay_s, event)
 
     def arrive(self, key: tuple[int, Transfer], rank: int, process: int) -> None:
-        """The last bucket of one rank: a receiver has it all, or a source has sent its part."""
+        """Ends the transfer at one rank: a receiver has all buckets, or a source has sent its own."""
         under_way = self._open.get(key)
         if under_way is None or rank not in under_way.there or under_way.there[rank].process != process:
             return
@@ -64,7 +64,7 @@ class Transfers:
         worker.received(parameters if len(copies) == 1 else (*parameters, INCOMPLETE), shard, rows)
 
     def _sent_by(self, source: SimulatedProcess, under_way: _UnderWay) -> tuple[str | None, History, Rows]:
-        """What a source holds itself, or keeps as the buddy of a receiver."""
+        """Returns what a source sends: its own state, or a receiver's snapshot that it keeps as its buddy."""
         shards = {self._world.shard_of(rank) for rank in under_way.transfer.receivers}
         if source.shard in shards:
             return source.shard, source.parameters, source.local.rows
@@ -75,7 +75,7 @@ class Transfers:
         return found.shard, found.parameters, found.rows
 
     def leave(self, process: int) -> None:
-        """A process ends, or breaks its connections: the processes that wait for it will wait forever."""
+        """Breaks the transfers of a process that ends or breaks its connections. The other processes may not notice."""
         for key, under_way in list(self._open.items()):
             ranks = [rank for rank, worker in under_way.there.items() if worker.process == process]
             if ranks:
@@ -87,13 +87,13 @@ class Transfers:
 
 
 class SimulatedSecondCopies:
-    """Snapshots on their way from ranks to their buddies."""
+    """Second copies of snapshots in transit from ranks to their buddies."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def send(self, sender: SimulatedProcess, snapshot: Snapshot) -> None:
-        """A rank has a snapshot that its buddy lacks: the bytes begin to move."""
+        """Begins to send a snapshot to the rank's buddy."""
         membership, buddy = sender.machine.membership, sender.snapshots.plan.buddy
         if buddy is None or membership is None:
             return
@@ -101,7 +101,7 @@ class SimulatedSecondCopies:
         number = membership.workers[buddy]
         receiver = next((each for each in self._world.rank_holders() if each.number == number), None)
         if receiver is None or receiver.machine.generation != sender.machine.generation:
-            return  # it is lost, or a stop is on its way
+            return  # the buddy is lost, or a stop is in transit
         if receiver.memory.find(snapshot.rank, snapshot.step) is not None:
             sender.second_copy_there(snapshot)
             return
@@ -117,7 +117,7 @@ class SimulatedSecondCopies:
         self._world.schedule.after(delay_s, Event("second_copies", "arrive", (*key, snapshot)))
 
     def arrive(self, sender: int, receiver: int, generation: int, slot: int | None, snapshot: Snapshot) -> None:
-        """The last byte is there, if nothing was cut off meanwhile; or the answer that there is no slot for it."""
+        """Completes a second copy, unless it was interrupted. Without a slot, delivers the refusal."""
         source, target = self._world.workers.get(sender), self._world.workers.get(receiver)
         assert target is not None
         assert source is not None

@@ -7,23 +7,23 @@ its parameters. A replacement starts with its rank's row.
 from __future__ import annotations
 
 History = tuple[int, ...]
-"""The parameters: the step of each update that was applied to them."""
+"""The parameters, as the steps of the updates that were applied to them."""
 INCOMPLETE = -1
-"""Stands in a history for an update whose parts do not fit together."""
+"""In a history: an update with incomplete gradients, or with gradients of another step."""
 Rows = tuple[int, ...]
-"""Of each rank, by rank."""
+"""The values of all ranks, ordered by rank."""
 
 _RANK = 1 << 32
-"""More than any job has steps, so that a value tells whose it is."""
+"""More than the number of steps of any job, so that a value identifies its rank."""
 
 
 def right_value(rank: int, step: int) -> int:
-    """What a rank has when it stands at a step."""
+    """Returns the correct value of a rank at a step."""
     return rank * _RANK + step
 
 
 class LocalValue:
-    """One process's own value, and the table of all ranks' that belongs to its parameters."""
+    """One process's own value, and the table of all ranks' values that belongs to its parameters."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -32,24 +32,24 @@ class LocalValue:
         self._rows_before: Rows = ()
 
     def start(self, rank: int | None) -> None:
-        """The script has come to its first step, together with those of the other ranks."""
+        """Sets the value of step 0."""
         assert rank is not None
         self.value = right_value(rank, 0)
 
     def begin_step(self) -> None:
-        """An attempt at a step begins: it changes the value before its gradient barrier."""
+        """Begins an attempt at a step. It changes the value before its gradient barrier."""
         self._value_before, self._rows_before = self.value, self.rows
         self.value += 1
 
     def gathered(self, rows: Rows) -> None:
-        """Every rank's has come, before the barrier."""
+        """Takes over the table of all ranks' values, before the barrier."""
         self.rows = rows
 
     def undo(self) -> None:
-        """The attempt is undone."""
+        """Undoes the attempt."""
         self.value, self.rows = self._value_before, self._rows_before
 
     def restored(self, rank: int | None, rows: Rows) -> None:
-        """The state of another rank, or of a checkpoint, has come, with its table."""
+        """Takes over the table of another rank, a snapshot or a checkpoint, and the rank's own value from it."""
         assert rank is not None
         self.value, self.rows = rows[rank], rows

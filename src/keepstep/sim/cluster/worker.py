@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SETTLE_S = 0.25
 MAX_MOVES = 50
-"""In one go, without any time passing: more is a circle."""
+"""Moves without any time between them. More are an endless loop."""
 CONNECT_DEADLINE_S = 12.0
 
 
@@ -41,25 +41,25 @@ class SimulatedWorker(SimulatedProcess):
     def __init__(self, world: World, node: SimulatedNode, process: int, wanted: Spawn) -> None:
         super().__init__(world, node, process, wanted)
         self._connecting = 0
-        """The generation in which it connects, or did last."""
+        """The generation in which it connects, or has last connected."""
         self._loading_step = self._awaits_copy = 0
-        """The activity in which the training thread waits for a snapshot, before the gradient barrier."""
+        """Number of the activity in which the training thread waits for a snapshot, before the gradient barrier."""
         self._entered = -1, ""
-        """The step of the last collective of all ranks, and which of them it was."""
+        """The step and the name of the last collective of all ranks."""
         self._reads_checkpoint = False
         self._to_do: list[msg.Transfer] = []
-        """The transfers of a recovery in which it is still to take part."""
+        """The remaining transfers of the recovery in which it takes part."""
         self._gradients: int | None = None
         """The step whose complete gradients it holds."""
         self._activity = 0
-        """Number of what the training thread is at; an event of an earlier activity is stale."""
+        """Number of the training thread's activity. An event of an earlier activity is stale."""
         self.is_idle = True
 
     # ---- the listener -----------------------------------------------------------------------------------------------
 
     @held_while_stopped
     def order(self, order: msg.WorkerOrder) -> None:
-        """An order of the controller comes out of its socket."""
+        """Receives an order of the controller."""
         if isinstance(order, msg.OnceAnswered):
             return self.world.once.answered(self, order)
         if isinstance(order, msg.InheritSnapshots) and (memory := self.node.memory_of(int(order.path))) is not None:
@@ -75,12 +75,12 @@ class SimulatedWorker(SimulatedProcess):
             self.go()
 
     def lose_connection(self) -> None:
-        """A connection to a peer ends for no reason."""
+        """Loses a connection to a peer, without a fault of any process."""
         if self.in_collective is not None:
             self.peer_reset(self.in_collective)
 
     def lose_group(self) -> None:
-        """A group of the script's own fails, in which no step waits."""
+        """Reports the failure of a group that the script itself has made. No step waits in it."""
         if self.cohort is not None and (report := self.machine.collective_failed("0-1.7", "connection reset by peer")):
             self._say(report)
 
@@ -93,11 +93,11 @@ class SimulatedWorker(SimulatedProcess):
 
     @held_while_stopped
     def settle_timed_out(self, generation: int) -> None:
-        """The backward that a lost rank was synced in has had its time."""
+        """Ends the time that the backward has to complete, if the lost rank was synced in this step."""
         self._heed(self.machine.settled(generation), generation)
 
     def _interrupt(self) -> None:
-        """The flag is raised: what the training thread is in the middle of ends soon, or at once."""
+        """Interrupts the training thread, at once or at its next stop point."""
         if self.in_collective is not None:
             self.in_collective = None
             self._begin(self._durations.local_s, Activity.CUT_OFF)
@@ -109,7 +109,7 @@ class SimulatedWorker(SimulatedProcess):
     # ---- the training thread ----------------------------------------------------------------------------------------
 
     def go(self) -> None:
-        """The training thread asks what to do and does it, until that takes time or there is nothing to do."""
+        """Performs the training thread's moves, until one takes time or there is none."""
         machine = self.machine
         for _ in range(MAX_MOVES):
             if not self.is_alive:
@@ -146,12 +146,12 @@ class SimulatedWorker(SimulatedProcess):
         raise InternalError(f"{self} goes round in circles: {machine.state}, {machine.steps}")
 
     def is_at(self, activity: int) -> bool:
-        """Whether the training thread is still at what it began with that number."""
+        """Returns whether the training thread is still in the activity with this number."""
         return self.is_alive and activity == self._activity
 
     @held_while_stopped
     def perform(self, number: int, activity: Activity, why: str) -> None:
-        """What the training thread was busy with is over, and it does what follows; ``why`` it falls out."""
+        """Ends the time of an activity, and performs it. ``why``: the reason with which it drops out of a recovery."""
         if number == self._activity and not self.is_stuck:
             self._perform(activity, why)
             self._progress += 1
@@ -186,7 +186,7 @@ class SimulatedWorker(SimulatedProcess):
                 assert_never(activity)
 
     def _begin(self, duration_s: float, activity: Activity, why: str = "") -> None:
-        """The training thread is busy for a while, and then does what ``activity`` says."""
+        """Makes the training thread busy for a time, after which it performs ``activity``."""
         self.is_idle = False
         self._activity += 1
         self._progress += 1
@@ -233,7 +233,7 @@ class SimulatedWorker(SimulatedProcess):
             self.has_exchanged()
 
     def has_exchanged(self) -> None:
-        """The script stands at its first step."""
+        """Handles the end of the start-up exchange: the script is at its first step."""
         machine = self.machine
         if machine.generation > 0 and not machine.used_echo:
             self.parameters, self.shard = (), self.world.shard_of(machine.rank)
@@ -254,7 +254,7 @@ class SimulatedWorker(SimulatedProcess):
 
     @held_while_stopped
     def groups_connected(self, generation: int, cohort: int) -> None:
-        """All members of the generation came, and this one is connected with them."""
+        """Connects the groups: all ranks of the generation have come."""
         if self.is_stuck:
             return
         if self.machine.state is State.CONNECTING and generation == self._connecting and not self.is_idle:
@@ -263,7 +263,7 @@ class SimulatedWorker(SimulatedProcess):
             self.groups.connect(generation, cohort, self.world.rendezvous.said)
             self.machine.connected()
             if self.machine.is_over(generation):
-                self.groups.take_down()  # the order came when there was nothing to close
+                self.groups.take_down()  # the stop came before there were groups to close
             self.go()
 
     def _fall_out(self, why: str) -> None:
@@ -278,7 +278,7 @@ class SimulatedWorker(SimulatedProcess):
         if move.action in (Action.RESTORE, Action.REWIND):
             self.snapshots.cancel()
         if move.action is Action.RESTORE:
-            self.parameters += (INCOMPLETE,)  # half overwritten, until all has come
+            self.parameters += (INCOMPLETE,)  # partly overwritten, until all buckets have arrived
         if move.action is Action.REWIND:
             rows, self._reads_checkpoint = self.rewind(step)
             self._take_over(rows)
@@ -297,26 +297,26 @@ class SimulatedWorker(SimulatedProcess):
 
     @held_while_stopped
     def received(self, parameters: History, shard: str | None, rows: Rows) -> None:
-        """The last bucket has arrived."""
+        """Handles the arrival of a transfer's last bucket."""
         if self.machine.state is State.LOADING and not self.is_stuck:
             self.parameters, self.shard = parameters, shard
             self._take_over(rows)
             self._loaded(1)
 
     def _take_over(self, rows: Rows) -> None:
-        """The parameters are those of another process: its table says what this rank's own value is."""
+        """Takes the rank's own value from the table that came with the restored parameters."""
         self.local.restored(self.machine.rank, rows)
         self.world.oracle.restored(self, self._loading_step)
 
     @held_while_stopped
     def transfer_broke(self) -> None:
-        """The connection to the other side of a transfer has ended."""
+        """Drops out of the recovery, because the connection of a transfer has broken."""
         if self.machine.state is State.LOADING and not self.is_idle:
             self._begin(0.0, Activity.FALL_OUT, "connection reset by peer")
 
     @held_while_stopped
     def sent(self) -> None:
-        """The last bucket of this source is with its receivers."""
+        """Handles the end of a transfer at its source: the receivers have all buckets."""
         self._loaded(0)
 
     def _loaded(self, received_bytes: int) -> None:
@@ -372,7 +372,7 @@ class SimulatedWorker(SimulatedProcess):
             self._synced(step)
 
     def _work(self) -> None:
-        """Forward or backward have computed, or go on: what the script then does in its groups is a part of them."""
+        """Ends forward or backward, after the operations in groups that are a part of them."""
         machine = self.machine
         if machine.interrupted:
             self.go()
@@ -393,7 +393,7 @@ class SimulatedWorker(SimulatedProcess):
         self.groups.enter_world(step, what, value)
 
     def wait_in(self, key: Key) -> None:
-        """The training thread waits in a collective from now on."""
+        """Makes the training thread wait in a collective."""
         self.in_collective = key
         self.entered_s = self.world.schedule.now_s
         self._activity += 1
@@ -402,7 +402,7 @@ class SimulatedWorker(SimulatedProcess):
 
     @held_while_stopped
     def collective_ended(self, key: Key, rows: Rows) -> None:
-        """Every rank's part has arrived."""
+        """Handles the end of a collective: all parts have arrived."""
         if self.in_collective != key or self.is_stuck:
             return
         machine, (step, what) = self.machine, self._entered
@@ -439,7 +439,7 @@ class SimulatedWorker(SimulatedProcess):
         self.go() if self.machine.interrupted else self._enter(step, "barrier")
 
     def _cut_off(self) -> None:
-        """The collective ended in an error: a backward ends in echo, a barrier was not passed."""
+        """Ends a collective with an error. In a backward its result is an echo; a barrier is not passed."""
         machine = self.machine
         if machine.state is State.BUILDING:
             machine.echoed()
@@ -455,7 +455,7 @@ class SimulatedWorker(SimulatedProcess):
 
     @held_while_stopped
     def peer_reset(self, key: Key) -> None:
-        """The connection to a peer ends in the middle of a collective."""
+        """Breaks the connection to a peer in the middle of a collective."""
         if self.in_collective != key:
             return
         count = self.groups.count()
@@ -469,7 +469,7 @@ class SimulatedWorker(SimulatedProcess):
             self._interrupt()
 
     def _update(self, heard: int = 0) -> None:
-        """The rank has left the gradient barrier."""
+        """Begins the update, after the gradient barrier or by order. ``heard``: the barrier's greatest number."""
         self.world.oracle.commits(self, self.machine.steps.step)
         self.snapshots.passed_barrier(self.machine.rank, heard)
         self.machine.steps.advance(StepEvent.BARRIER_LEFT)
@@ -478,7 +478,7 @@ class SimulatedWorker(SimulatedProcess):
         self._begin(self.world.draw(self._durations.optimizer_s), follows)
 
     def _reduce(self) -> None:
-        """A collective after the update, for a log line or for the state: which of the two, the seed decides."""
+        """Runs a collective after the update. The seed decides whether its value gets into the state."""
         self.machine.communicates_in_update = True
         if self.machine.interrupted:
             self._cut_off()

@@ -1,1 +1,1 @@
-"""Every interleaving of a small job around one failure, where a seed would only sample one."""
+"""Explores every interleaving of a small job around one failure, of which a seed only samples one."""

@@ -1,4 +1,4 @@
-"""All interleavings of a small job around one failure: not sampled, explored.
+"""Explores all interleavings of a small job around one failure.
 
 The job starts and completes a step in one fixed order. From there on any pending event may happen next: each message of
 each connection (in the order of that connection), each phase that a rank computes, each end of a collective, and once
@@ -30,18 +30,18 @@ from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.world import World
 
 SOON_S = 0.04
-"""What is due later is a deadline; it only comes when nothing else can happen."""
+"""An event that is due later is a deadline, which expires only when nothing else can happen."""
 PATIENCE_S = 400.0
-"""Longer than all deadlines of a recovery together."""
+"""Limit in virtual time, longer than all deadlines of a recovery together."""
 PATIENCE = 50_000
-"""The same in events."""
+"""The same limit as a number of events."""
 _INSTANT = SimulatedDurations(
     **{field.name: 0.001 for field in dataclasses.fields(SimulatedDurations) if field.name != "tick_s"}
 )
 
 
 class Untimed:
-    """In the place of a `Schedule`: what is under way, without when."""
+    """Replaces a `Schedule`: pending events without their times."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -50,18 +50,18 @@ class Untimed:
         self.deadlines: list[tuple[float, Event]] = []
 
     def after(self, delay_s: float, event: Event) -> None:
-        """Something will happen, sooner or later."""
+        """Adds an event. If its delay is at least `SOON_S`, it is a deadline."""
         if delay_s < SOON_S:
             self.pending.append(event)
         else:
             self.deadlines.append((self.now_s + delay_s, event))
 
     def at(self, at_s: float, event: Event) -> None:
-        """The same, by its time."""
+        """Adds an event by its time."""
         self.after(at_s - self.now_s, event)
 
     def heads(self) -> Iterator[int]:
-        """The numbers of the events that may be next: of each line the first."""
+        """Yields the numbers of the events that may happen next: the first of each line."""
         lines = set()
         for number, event in enumerate(self.pending):
             line = _line(event)
@@ -70,18 +70,18 @@ class Untimed:
                 yield number
 
     def take(self, number: int) -> Event:
-        """One event happens now."""
+        """Removes a pending event, and returns it."""
         return self.pending.pop(number)
 
     def next_deadline(self) -> Event:
-        """Nothing else can happen: time goes by."""
+        """Advances the time to the next deadline, removes it, and returns its event."""
         self.deadlines.sort(key=lambda entry: entry[0])
         self.now_s, event = self.deadlines.pop(0)
         return event
 
 
 def _line(event: Event) -> tuple[object, ...]:
-    """What keeps its order."""
+    """Returns the line of an event. Events of one line keep their order."""
     match event.what:
         case "order" | "perform":
             return event.part, event.what
@@ -94,25 +94,25 @@ def _line(event: Event) -> tuple[object, ...]:
 
 
 class Tape:
-    """The answers to yes-or-no questions of one event, all of which are tried."""
+    """Replaces a random generator: a sequence of answers to the yes-or-no questions of one event."""
 
     def __init__(self, answers: tuple[bool, ...]) -> None:
         self.answers = list(answers)
         self.asked = 0
 
     def random(self) -> float:
-        """What `random.Random.random` is asked for where a coin is thrown."""
+        """Returns the next answer, as a number for `World.coin`. Answers False beyond the end of the sequence."""
         if self.asked == len(self.answers):
             self.answers.append(False)
         self.asked += 1
         return 0.0 if self.answers[self.asked - 1] else 0.75
 
     def uniform(self, low: float, high: float) -> float:
-        """Durations do not matter."""
+        """Returns ``low``, because durations do not matter."""
         return low
 
     def next(self) -> tuple[bool, ...] | None:
-        """The next sequence of answers, as a binary number counts; None after the last."""
+        """Returns the next sequence of answers, in the order of binary numbers; None after the last."""
         answers = self.answers[: self.asked]
         while answers and answers[-1]:
             answers.pop()
@@ -121,25 +121,25 @@ class Tape:
 
 @dataclasses.dataclass(slots=True)
 class Explored:
-    """What an exploration came to."""
+    """The result of an exploration."""
 
     num_states: int = 0
     num_transitions: int = 0
     num_ends: int = 0
     longest: int = 0
-    """Events from the first choice to the end of the longest path."""
+    """Number of events from the first choice to the end of the longest path."""
     violation: str | None = None
     path: tuple[str, ...] = ()
 
 
 def small_job(world_size: int, snapshot_every: int = 0, num_shards: int | None = None) -> ClusterLayout:
-    """So many ranks and one spare, two steps. No quarantine, for which it takes two failures of one place.
+    """Returns a job of two steps with one spare on one node. It has no quarantine, which takes two failures.
 
     Args:
         world_size: number of ranks.
         snapshot_every: steps from one snapshot to the next; 0: there are none.
-        num_shards: None: each rank has a shard of its own if there are snapshots, else all are replicas. Where there
-            are several shards with several replicas each the job has the groups of HSDP.
+        num_shards: number of shards. None: one per rank if there are snapshots, else one. With several shards and
+            several replicas of each, the job has the groups of HSDP.
     """
     if num_shards is None:
         num_shards = world_size if snapshot_every else 1
@@ -160,7 +160,7 @@ def small_job(world_size: int, snapshot_every: int = 0, num_shards: int | None =
 
 
 class _UntimedWorld(World):
-    """A world in which durations say nothing."""
+    """A world without random durations."""
 
     def draw(self, duration_s: float) -> float:
         return duration_s
@@ -168,7 +168,7 @@ class _UntimedWorld(World):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Place:
-    """A world that was reached."""
+    """A world that the exploration has reached."""
 
     world: World
     path: tuple[str, ...]
@@ -181,19 +181,18 @@ class Explorer:
     def __init__(self, layout: ClusterLayout, max_delays: int | None = None) -> None:
         """Args:
         layout: the job.
-        max_delays: how often something is passed over that has been under way longer than what happens instead. None:
-            as often as you like.
+        max_delays: how often an older pending event may be delayed for a newer one; None: no limit.
         """
         self.found = Explored()
         self._max_delays = math.inf if max_delays is None else max_delays
         self._copier = Copier({SimulatedWorker: _what_is_left})
         self._seen: dict[int, int] = {}
-        """Fingerprint of a world -> the fewest delays that have led to it. 0 where they are not bounded."""
+        """Fingerprint of a world -> the fewest delays that lead to it; 0 if they are not bounded."""
         self._start = _UntimedWorld(layout, seed=0)
         self._start.schedule = Untimed()  # type: ignore[assignment]  # the same methods, without times
 
     def explore(self, limit: int | None = None) -> Explored:
-        """Explores everything, or up to ``limit`` states; stops at the first violation."""
+        """Explores all states, or about ``limit`` of them, and returns the result. Stops at the first violation."""
         world = self._start
         world.boot()
         self._run_in_order(world, lambda: self._has_begun_step(world, 1) and self._spare_is_warm(world))
@@ -210,7 +209,7 @@ class Explorer:
     # ---- one step of the exploration --------------------------------------------------------------------------------
 
     def _is_worth_exploring(self, place: _Place) -> bool:
-        """Whether what follows is not known; notes the world, and runs one in which training has resumed to its end."""
+        """Records a world, and returns whether its successors are unknown. Runs a world to its end if it is over."""
         self.found.num_transitions += 1
         mark = self._fingerprint(place.world)
         fewest = self._seen.get(mark)
@@ -226,7 +225,7 @@ class Explorer:
         return not is_over
 
     def _next(self, place: _Place) -> Iterator[_Place]:
-        """Every world that may come right after this one and leaves a choice."""
+        """Yields every next world that has a choice or is over."""
         for index, (kind, number) in enumerate(self._moves(place.world)):
             delays = 0 if kind == "kill" or self._max_delays == math.inf else index
             if place.num_delays + delays > self._max_delays:
@@ -244,7 +243,7 @@ class Explorer:
                 yield _Place(copy, (*place.path, *path), place.num_delays + delays)
 
     def _moves(self, world: World) -> list[tuple[str, int]]:
-        """What may happen next: ("event", its number), ("deadline", 0) or ("kill", the process)."""
+        """Returns the possible next moves: ("event", its number), ("deadline", 0) or ("kill", the process)."""
         untimed = _untimed(world)
         untimed.pending = [event for event in untimed.pending if not _is_stale(world, event)]
         heads = list(untimed.heads())
@@ -272,10 +271,10 @@ class Explorer:
         return f"{event.part}: {event.what} {event.arguments}"
 
     def _let_controller_hear(self, world: World) -> None:
-        """What is under way to the controller arrives at once.
+        """Delivers all packets to the controller at once.
 
-        There is one line to it and one from it, and it does nothing between two packets, so how long a packet takes to
-        it cannot be told from how long its answer takes back: and that is explored.
+        There is one line to the controller and one from it, and it does nothing between two packets. So a delay of a
+        packet has the same effect as a delay of the answer, and the exploration delays the answers.
         """
         untimed = _untimed(world)
         while self.found.violation is None:
@@ -286,7 +285,7 @@ class Explorer:
 
     @staticmethod
     def _acknowledge(world: World) -> None:
-        """Both ends know what has arrived: an acknowledgement under way changes nothing but when that is forgotten."""
+        """Acknowledges all messages that have arrived. Without this, worlds would differ only in acknowledgements."""
         for name, connection in world.controller.machine.connections.items():
             channel = world.nodes[name].channel
             channel.heard(connection.channel.received, 0.0)
@@ -301,7 +300,7 @@ class Explorer:
             self.found.violation = f"{Check.RAISED}: {error}"
 
     def _check_patience(self, world: World, since_s: float, num_events: int) -> None:
-        """What goes on and on since a time, and comes to no choice and no end, is a violation."""
+        """Records a violation if the world runs for too long without a choice or an end."""
         if world.schedule.now_s - since_s > PATIENCE_S or num_events > PATIENCE:
             stuck = ViolationError(Check.STUCK, "one thing follows from the other, and nothing comes of it")
             self.found.violation = str(stuck)
@@ -325,7 +324,7 @@ class Explorer:
             self._check_patience(world, since_s, num_events)
 
     def _finish(self, world: World) -> None:
-        """The rest has no choices of interest: the job must come to a good end."""
+        """Runs a world in one order to its end. The job must succeed."""
         self.found.num_ends += 1
         self._run_in_order(world, lambda: world.ended is not None or self.found.violation is not None)
         if self.found.violation is None and (world.ended is None or world.ended.exit_code != 0):
@@ -341,7 +340,7 @@ class Explorer:
         return all(worker.machine.state is WorkerState.READY for worker in world.spares())
 
     def _is_over(self, world: World) -> bool:
-        """Whether the ranks train again, or no rank can be the first to be killed any more, or a check has failed."""
+        """Returns whether the ranks train again, no rank can be killed any more, the job ended, or a check failed."""
         if self.found.violation is not None or world.ended is not None:
             return True
         last = world.oracle.cohorts[-1]
@@ -359,7 +358,7 @@ class Explorer:
 
 
 def _what_is_left(worker: SimulatedWorker) -> object:
-    """What still matters of a process that has ended, until its agent knows, and after; None if it lives."""
+    """Returns what still matters of a dead process, before and after its agent knows of its end; None if it lives."""
     if worker.is_alive:
         return None
     if worker.number in worker.node.workers:
@@ -381,13 +380,12 @@ _DISTURBING = {"exited", "training_thread_died", "peer_reset", "transfer_broke"}
 
 
 def _stands_alone(world: World, event: Event, is_quiet: bool) -> bool:
-    """Whether an event may as well happen now, for what else can happen neither changes it nor is changed by it.
+    """Returns whether an event may happen now without a loss of outcomes, because it is independent of all others.
 
-    No rank is killed after the first, so an order to a worker that waits for one is the next thing that this worker
-    does, whatever happens elsewhere meanwhile, and what it says then is under way for as long as you like. One to a
-    dead process does nothing. When nothing is under way any more that may stop the ranks once more, the same holds for
-    all that a worker does by itself, and for the end of what it sends. What comes to the agent, and when a receiver has
-    it all, is explored in every order until the end.
+    No rank is killed after the first. So if a worker waits for an order, this order is its next event, whatever happens
+    elsewhere, and its report may be in transit for any time. An order to a dead process does nothing. When no pending
+    event may stop the ranks once more, the same is true for all of a worker's own events, and for the end of a transfer
+    at its source. Events of the agent, and the end of a transfer at a receiver, are explored in every order.
     """
     if not world.oracle.num_failures:
         return False
@@ -401,7 +399,7 @@ def _stands_alone(world: World, event: Event, is_quiet: bool) -> bool:
 
 
 def _is_quiet(events: list[Event]) -> bool:
-    """Whether nothing is under way that may stop the ranks once more."""
+    """Returns whether no pending event may stop the ranks once more."""
     return not any(event.what in _DISTURBING or any(map(_disturbs, event.arguments)) for event in events)
 
 
@@ -412,7 +410,7 @@ def _disturbs(argument: object) -> bool:
 
 
 def _is_stale(world: World, event: Event) -> bool:
-    """Whether an event can do nothing any more: what it is the end of was broken off."""
+    """Returns whether an event has no effect any more, because the operation that it ends was interrupted."""
     match event.what:
         case "perform":
             return not world.workers[int(event.part.split()[1])].is_at(event.arguments[0])

@@ -1,7 +1,7 @@
 """Copies of a whole world, and fingerprints that identify equal worlds.
 
-A world is a graph of plain objects: lists, dicts, sets, dataclasses, a few classes of our own. Immutable objects
-(numbers, text, messages, layouts) are shared between copies.
+A world is a graph of plain objects: lists, dicts, sets, dataclasses and the classes of the simulator. Copies share
+immutable objects (numbers, text, messages, layouts).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import msgspec
 
 _SHARED_KINDS = (int, str, float, type(None), bytes, enum.Enum, type, types.FunctionType)
 _KEPT = frozenset({"story", "rng", "journal", "layout", "_layout", "settings", "_settings", "_liveness_settings"})
-"""Fields that all copies share: they are not read, or not changed, while copies are made."""
+"""Fields that all copies share, because an exploration does not read them or does not change them."""
 _IGNORED = _KEPT | {
     *("_activity", "_progress", "num_events", "_recoveries_at_last_step"),  # counters
-    # What excuses rest on.
+    # What the oracle's excuses depend on.
     *(
         "_heard_s",
         "_num_heard",
@@ -31,10 +31,10 @@ _IGNORED = _KEPT | {
         "_incarnations",
     ),
     "completed",
-    *("_tag_since_s", "_passed"),  # what phases took
-    # Of channels.
+    *("_tag_since_s", "_passed"),  # durations of phases
+    # Fields of channels.
     *("_received", "_acknowledged", "_transmitted", "_patient_since_s", "_owes_news", "_owes_answer"),
-    *("records", "record", "connected"),  # what a report is made from
+    *("records", "record", "connected"),  # the contents of a report
     *(
         "_by_node",
         "_finished_at",
@@ -42,42 +42,44 @@ _IGNORED = _KEPT | {
         "num_told",
         "_told_s",
         "_looked_s",
-    ),  # of what is told of ranks that wait
+    ),  # the reports about ranks that wait
 }
-"""Fields in which two worlds may differ that behave alike from now on."""
+"""Fields that a fingerprint ignores: worlds that differ only in these behave alike from now on."""
 _UNORDERED = frozenset({"given", "parts", "inside", "there", "members", "_waiting", "_open", "_finished", "digests"})
-"""Dicts whose order says only who came first, and decides nothing but the order of events that may come in any."""
+"""Dicts whose order only affects the order of events, and all orders of these are explored."""
 
 Copy = Callable[[Any, dict[int, Any]], Any]
 Describe = Callable[[Any, dict[int, int], list[Any]], None]
 
 
 class Copier:
-    """Copies worlds and tells equal ones. What to do with a type is found out once."""
+    """Copies worlds, and identifies equal ones. It decides once per type how to handle its objects."""
 
     def __init__(self, essence: Mapping[type, Callable[[Any], object]]) -> None:
-        """Takes ``essence``: what stands for an object of a type in a fingerprint, or None for all of it."""
+        """Args:
+        essence: type -> a function of an object, whose result replaces the object in a fingerprint, unless it is None.
+        """
         self._essence = essence
         self._shared: set[type] = set()
-        """Types of which it is known that their objects are shared."""
+        """Types whose objects copies share."""
         self._copies: dict[type, Copy] = {}
         self._describes: dict[type, Describe] = {}
 
     def copy(self, world: Any) -> Any:
-        """A copy of a world and of everything that can be reached from it."""
+        """Returns a copy of a world and of all objects that it refers to."""
         return self._copy(world, {})
 
     def fingerprint(self, world: Any) -> int:
-        """A number that is the same for equal worlds, and as good as never for others."""
+        """Returns a number that is the same for equal worlds, and almost certainly differs for others."""
         parts: list[Any] = []
         self._describe(world, {}, parts)
         try:
             return hash(tuple(parts))
-        except TypeError:  # messages with dicts in them are shared, and have no hash
+        except TypeError:  # messages that contain dicts have no hash
             return hash(tuple(part if _has_hash(part) else repr(part) for part in parts))
 
     def _is_shared(self, value: Any, kind: type) -> bool:
-        """Whether objects of a type cannot change; if so that is remembered."""
+        """Returns whether objects of a type are immutable. Remembers such types."""
         if issubclass(kind, _SHARED_KINDS) or _is_frozen(value):
             self._shared.add(kind)
         return kind in self._shared
@@ -182,7 +184,7 @@ class Copier:
         shared = self._shared
 
         def describe(value: Any, seen: dict[int, int], parts: list[Any]) -> None:
-            """The second time that an object is met its number stands for it."""
+            """Adds an object's fields to ``parts``, or only its number if it was added before."""
             if (number := seen.get(id(value))) is not None:
                 parts.append(number)
                 return

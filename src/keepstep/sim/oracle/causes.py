@@ -1,7 +1,7 @@
-"""The causes of recoveries: how many each fault may begin, and how many began.
+"""The causes of recoveries: how many recoveries each event may cause, and how many have begun.
 
-A recovery costs every rank some time, so one without a cause is a fault, even if it does no other harm. Each fault may
-begin one recovery; a lasting fault that breaks connections repeatedly may begin more.
+A recovery costs every rank some time, so one without a cause is a bug, even if it does no other harm. Each fault may
+cause one recovery; a lasting fault that breaks connections repeatedly may cause more.
 """
 
 from __future__ import annotations
@@ -13,15 +13,22 @@ from keepstep.sim.oracle.checks import Check, ViolationError
 REPEATED_EVERY_S = {"cut data": 2.0, "cut off": 2.0} | dict.fromkeys(
     ("slow", "cut off one way", "loss burst", "agent pause", "controller pause"), 12.0
 )
-"""Faults that begin a recovery again and again while they last, and how often at most. Where data gets through no
-more, ranks wait past their deadline each time that they have come to their next collective. Where orders come late, a
-rank waits for the others of its generation in vain, for `keepstep.sim.cluster.worker.CONNECT_DEADLINE_S`."""
+"""Kind of a fault that may cause recoveries repeatedly while it lasts -> the least time between two of them.
+
+If ranks cannot reach each other, they wait past the deadline in each next collective. If orders are late, a rank waits
+in vain for the others of its generation, for `keepstep.sim.cluster.worker.CONNECT_DEADLINE_S`.
+"""
 HARMLESS = frozenset({"stale report", "connection break", "clock jump", "relay crash", "relay pause", "no room"})
-"""Faults that must not begin any. That a node is given up because nothing of it came through is a cause of its own."""
+"""Faults that must not cause a recovery. The eviction of a node that was silent is a separate cause."""
 
 
 def most_recoveries(kind: str, lasts_s: float) -> int:
-    """How many recoveries one fault may begin; node drains and sick devices are counted apart."""
+    """Returns how many recoveries a fault may cause. Node drains and sick devices are counted separately.
+
+    Args:
+        kind: the kind of the fault.
+        lasts_s: how long it lasts.
+    """
     if kind in HARMLESS or kind in ("node drain", "sick device"):
         return 0
     every_s = REPEATED_EVERY_S.get(kind)
@@ -29,34 +36,35 @@ def most_recoveries(kind: str, lasts_s: float) -> int:
 
 
 class Causes:
-    """What has happened that may begin recoveries, and the recoveries that have begun."""
+    """The events that may cause recoveries, and the number of recoveries that have begun."""
 
     def __init__(self) -> None:
         self._most: dict[str, int] = {}
-        """What has happened -> how many recoveries it may begin."""
+        """Event -> how many recoveries it may cause."""
         self.num_begun = 0
-        """Recoveries that need one of them: not those that follow from a node that was rightly given up."""
+        """Number of recoveries that need a cause. Those after the rightful eviction of a node do not count."""
 
     def __len__(self) -> int:
-        """How many things have happened."""
+        """Returns the number of events."""
         return len(self._most)
 
     def add(self, what: str, most: int = 1) -> None:
-        """Something has happened that may begin so many recoveries; the same thing counts once."""
+        """Adds an event that may cause up to ``most`` recoveries. The same event counts once."""
         self._most[what] = max(most, self._most.get(what, 0))
 
     def node_leaves(self, node: str, slots: int) -> None:
-        """A node drains. Each of its ranks may move by itself, as a spare for it becomes warm.
+        """Adds the drain of a node as a cause of one recovery per slot.
 
-        What is left is lost with the node. A recovery takes away one rank at least, and none comes back meanwhile.
+        Each of its ranks may move in a recovery of its own, when a spare becomes warm. The other ranks are lost with
+        the node. Each recovery removes at least one rank from the node, and none comes back meanwhile.
         """
         self.add(f"{node} drains", slots)
 
     def begins(self, why: str) -> None:
-        """A recovery begins.
+        """Counts a recovery that begins.
 
         Raises:
-            ViolationError: more have begun than all that has happened can have caused.
+            ViolationError: more recoveries have begun than the events can have caused.
         """
         self.num_begun += 1
         most = sum(self._most.values())
@@ -69,7 +77,7 @@ class Causes:
 
 
 def tells_of_step(message: AnyMessage) -> bool:
-    """Whether this report says that a step was completed."""
+    """Returns whether this report shows that a step was completed."""
     match message:
         case StepObserved():
             return True

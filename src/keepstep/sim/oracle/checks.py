@@ -6,7 +6,7 @@ import enum
 
 
 class Check(enum.StrEnum):
-    """What can be wrong with a run."""
+    """A check of the oracle, by the violation that it reports."""
 
     UPDATES = "updates lost, doubled or partial"
     LOCAL = "a rank's own value lost, doubled or another rank's"

@@ -18,33 +18,33 @@ if TYPE_CHECKING:
 
 
 class DeviceWatch:
-    """Of one run."""
+    """Watches the devices of one run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._sick: set[tuple[str, int]] = set()
-        """(node, device): those that a fault has hit."""
+        """(node, device) of each device that a fault has hit."""
         self._known: dict[str, frozenset[int]] = {}
-        """node -> the devices of which the controller has heard, in what it has written down."""
+        """node -> the closed devices that the controller knows of, from reports in its journal."""
         self._began: list[tuple[float, bool, bool]] = []
-        """When each device became sick, whether it has failed, and whether nothing else was going on then."""
+        """For each sick device: when it became sick, whether it has failed, whether all ranks trained then."""
         self._held: dict[tuple[str, int], dict[int, int]] = {}
-        """Of each life of a node, where spares are parked: the devices of its ranks, by worker."""
+        """(node, incarnation of its agent) -> worker -> its device, for workers with a rank."""
 
     def sickens(self, node: str, device: int, *, has_failed: bool, is_calm: bool) -> None:
-        """A device becomes sick."""
+        """Records that a device has become sick."""
         self._sick.add((node, device))
         self._began.append((self._world.schedule.now_s, has_failed, is_calm))
 
     def is_sick(self, worker: SimulatedProcess) -> bool:
-        """Whether a process is on such a device: it may be killed."""
+        """Returns whether a process is on a sick device, so that it may be killed."""
         return (worker.node.name, worker.device) in self._sick
 
     def given(self, node: SimulatedNode, worker: int, device: int) -> None:
-        """An agent gives a device to a process that has, or gets, a rank.
+        """Checks the device that an agent gives to a process with a rank.
 
         Raises:
-            ViolationError: it is sick, another rank's, or none at all, and one that is free and well is left over.
+            ViolationError: the device is sick, another rank's, or none at all, although a healthy one is free.
         """
         held = self._held.setdefault((node.name, node.incarnation), {})
         taken = {each for number, each in held.items() if number != worker} | node.closed
@@ -56,14 +56,14 @@ class DeviceWatch:
         held[worker] = device
 
     def left(self, node: SimulatedNode, worker: int) -> None:
-        """An agent knows that a process has ended."""
+        """Frees the device of a process, whose end the agent knows."""
         self._held.get((node.name, node.incarnation), {}).pop(worker, None)
 
     def decided(self, entry: JournalEntry) -> None:
-        """The controller has decided something, and written it down.
+        """Checks the orders in an entry of the controller's journal.
 
         Raises:
-            ViolationError: it starts something on a device that it knew to be closed.
+            ViolationError: the controller starts a process on a device that it knew to be closed.
         """
         reports = entry.event.reports if isinstance(entry.event, ReportsReceived) else ()
         for report in reports:
@@ -80,11 +80,11 @@ class DeviceWatch:
                 self._known[report.node] = self._known.get(report.node, frozenset()).union(report.devices)
 
     def should_be_left(self, node: str, device: int) -> None:
-        """A device has been sick for long.
+        """Checks that no rank is left on a device that has been sick for long.
 
         Raises:
-            ViolationError: a rank is still there, and nothing stood in its way: the device has failed, or a spare could
-                have taken the rank.
+            ViolationError: a rank is still there. The device has failed, or a spare could have taken the rank, and no
+                other event has prevented it.
         """
         world = self._world
         began_s, has_failed, was_calm = self._began[0]

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from keepstep.sim.world import World
 
 LATE_S = 1.0
-"""An order to end travels that long at most, where nothing disturbs it."""
+"""How long an order to end may take to arrive, if no fault disturbs it."""
 SPARE_IS_WARM_S = 4.0
-"""A spare that has run for so long is warm, and its rank has moved, where nothing disturbs it."""
+"""A spare that has run for this time is warm, and has taken over a rank that had to move, if no fault disturbs it."""
 CALM_S = 1.0
-"""What has happened so long before is over, or a recovery is under way."""
+"""The effects of a fault that ended this time ago are over, or a recovery is in progress."""
 
 
 class DrainWatch:
-    """Of one run."""
+    """Watches the drains of one run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -32,39 +32,39 @@ class DrainWatch:
         self._was_calm = False
         self._troubled_until_s = 0.0
         self._node_asked: dict[str, tuple[float, bool]] = {}
-        """node -> when it was told to leave, and whether nothing was going on then."""
+        """node -> (when its drain was requested, whether all ranks trained undisturbed then)."""
         self._stood: dict[int, int] = {}
-        """rank -> the step at which it stood when it was told that the job ends there."""
+        """rank -> the step at which it was when the job ended there."""
 
     def troubled(self, lasts_s: float) -> None:
-        """A fault comes about, and lasts so long."""
+        """Records a fault that begins now and lasts for this time."""
         self._troubled_until_s = max(self._troubled_until_s, self._world.schedule.now_s + lasts_s)
 
     def asked(self, *, is_calm: bool) -> None:
-        """The job is to end; ``is_calm``: it trains, and no recovery is under way."""
+        """Records the request to drain the job. ``is_calm``: all ranks train, and no recovery is in progress."""
         if not self.is_asked:
             self._asked_s = self._world.schedule.now_s
             self._was_calm = is_calm and self._troubled_until_s + CALM_S < self._asked_s
 
     def node_asked(self, node: str, *, is_calm: bool) -> None:
-        """A node drains."""
+        """Records the request to drain a node. ``is_calm`` as for `asked`."""
         now_s = self._world.schedule.now_s
         self._node_asked[node] = now_s, is_calm and self._troubled_until_s + CALM_S < now_s
 
     def was_disturbed_since(self, at_s: float) -> bool:
-        """Whether anything has happened that may keep ranks from moving: a fault, or that something is to end."""
+        """Returns whether something may have kept ranks from moving since then: a fault, or a drain."""
         return self._troubled_until_s > at_s or self.is_asked or bool(self._node_asked)
 
     @property
     def leaving(self) -> Collection[str]:
-        """Nodes that were told to leave: what runs there may be killed."""
+        """The nodes whose drain was requested. Their processes may be killed."""
         return self._node_asked
 
     def node_departs(self, node: str) -> None:
-        """The grace period of a node is over, and it leaves with what is on it.
+        """Checks a node that leaves with its processes at the end of its grace period.
 
         Raises:
-            ViolationError: spares of other nodes could have taken its ranks, and nothing stood in their way.
+            ViolationError: spares of other nodes could have taken its ranks, and no other event has prevented it.
         """
         asked_s, was_calm = self._node_asked[node]
         layout, now_s = self._world.layout, self._world.schedule.now_s
@@ -86,10 +86,10 @@ class DrainWatch:
             )
 
     def begins_step(self, worker: SimulatedProcess, step: int) -> None:
-        """A rank begins a step.
+        """Checks that a rank may begin a step.
 
         Raises:
-            ViolationError: it was to train no more.
+            ViolationError: the drain should have stopped the rank before.
         """
         if self._is_clear and self._world.schedule.now_s > self._asked_s + HOLDING * self._grace_s + LATE_S:
             raise ViolationError(
@@ -98,7 +98,7 @@ class DrainWatch:
 
     @property
     def _is_clear(self) -> bool:
-        """Whether a drain was asked for, and nothing has stood in its way."""
+        """Whether a drain was requested, and no fault has disturbed it."""
         return self._was_calm and self._troubled_until_s < self._asked_s
 
     @property
@@ -107,16 +107,16 @@ class DrainWatch:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the job is to end."""
+        """Whether a drain of the job was requested."""
         return self._asked_s < math.inf
 
     def stands(self, worker: SimulatedProcess, step: int) -> None:
-        """A rank stands at the step at which the job ends."""
+        """Records the step at which a rank is when the job ends there."""
         assert worker.machine.rank is not None
         self._stood[worker.machine.rank] = step
 
     def wrong(self, order: EndJob) -> str | None:
-        """What is wrong with the end of a job that was to end; None where nothing is, or something stood in its way."""
+        """Returns what is wrong with the end of a drained job; None if nothing is, or if a fault has disturbed it."""
         if not self._is_clear:
             return None
         layout, now_s = self._world.layout, self._world.schedule.now_s

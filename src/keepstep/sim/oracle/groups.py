@@ -1,6 +1,6 @@
-"""Which groups may stay in a recovery, judged by the events that the oracle has seen on their connections.
+"""The oracle's checks of groups that stay in a recovery, from the events on their connections.
 
-It never looks at a claim or a counter of a rank. It sees operations begin and end, connections break and processes end.
+It never reads a claim or a counter of a rank. It sees operations begin and end, connections break and processes end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from keepstep.sim.world import World
 
 Connections = tuple[str, int]
-"""Those of a group that were made in one cohort."""
+"""(group, cohort): the connections of a group that were made in this cohort."""
 
 
 class GroupWatch:
@@ -27,27 +27,27 @@ class GroupWatch:
     def __init__(self, world: World) -> None:
         self._world = world
         self._under_way: dict[Connections, dict[Key, int]] = {}
-        """Of each operation that was begun, how many members have yet to end it."""
+        """Connections -> operation in progress -> number of members that have yet to end it."""
         self._cut: dict[Connections, set[int]] = {}
-        """Processes whose end of the connections is closed."""
+        """Connections -> the processes that have closed their end."""
         self._has: dict[int, dict[str, int]] = {}
         """process -> group -> the cohort in which it made its connections."""
         self._why_not: dict[Connections, str | None] = {}
-        """Of each group and cohort, why the group could not stay when it was connected; None: it could."""
+        """Why the group could not stay when it was connected in this cohort; None: it could."""
         self._stayed: dict[Connections, bool] = {}
-        """What the first member has done."""
+        """Whether the first member has kept its connections in this cohort."""
         self._attempts: dict[Key, tuple[int, int, str]] = {}
-        """Of each collective of all ranks that is under way, what the first rank has begun there."""
+        """Collective of all ranks in progress -> the attempt of the first rank that has entered it."""
         self.num_kept = self.num_worlds_kept = 0
 
     # ---- what happens on connections --------------------------------------------------------------------------------
 
     def began(self, group: str, key: Key, num_members: int) -> None:
-        """A member begins an operation that takes so many."""
+        """Records that a member begins an operation of ``num_members``."""
         self._under_way.setdefault((group, key[0]), {}).setdefault(key, num_members)
 
     def ended(self, group: str, key: Key) -> None:
-        """It has ended on one of them."""
+        """Records that an operation has ended on one member."""
         operations = self._under_way[group, key[0]]
         operations[key] -= 1
         if not operations[key]:
@@ -55,15 +55,15 @@ class GroupWatch:
             self._attempts.pop(key, None)
 
     def meets(self, process: int, key: Key, attempt: tuple[int, int, str]) -> None:
-        """A process begins a collective of all ranks: those that the others begin with it are of the same attempt.
+        """Checks that all ranks enter a collective of all ranks in the same attempt at a step.
 
         Args:
-            process: the process.
-            key: its place on the connections.
-            attempt: the cohort and the step that the process is in, and what it is.
+            process: the process that enters.
+            key: the number of the collective on the connections.
+            attempt: the cohort and the step that the process is in, and which collective of the step this is.
 
         Raises:
-            ViolationError: they are not.
+            ViolationError: another rank has entered it in another attempt.
         """
         first = self._attempts.setdefault(key, attempt)
         if attempt != first:
@@ -72,19 +72,19 @@ class GroupWatch:
             )
 
     def cut(self, group: str, cohort: int, process: int) -> None:
-        """A process has broken its connections in the middle of an operation."""
+        """Records that a process has broken its connections."""
         self._cut.setdefault((group, cohort), set()).add(process)
 
     def died(self, process: int) -> None:
-        """A process has ended, with all connections."""
+        """Records that a process has ended, with all its connections."""
         for group, cohort in self._has.get(process, {}).items():
             self.cut(group, cohort, process)
 
     def received(self, process: int, key: Key, rows: tuple[int, ...], attempt: int) -> None:
-        """A process has got what an operation gave it.
+        """Checks the values that a process receives in an operation.
 
         Raises:
-            ViolationError: some of it was given in another attempt than the one in which it asked for it.
+            ViolationError: a value was sent in another attempt at a step than the process is in.
         """
         if any(row != attempt for row in rows):
             of = [divmod(row, 1 << 32) for row in rows]
@@ -97,7 +97,7 @@ class GroupWatch:
     # ---- recoveries -------------------------------------------------------------------------------------------------
 
     def met(self, cohort: int, members: Mapping[int, SimulatedProcess]) -> None:
-        """All ranks have come to connect: from here on it is settled which groups may stay."""
+        """Decides which groups may stay, when all ranks are ready to connect."""
         for group in groups_of(self._world.layout.shards, self._world.layout.has_mesh):
             processes = [members[rank].process for rank in group.members]
             self._why_not[group.name, cohort] = self._why_no_longer(group.name, processes)
@@ -116,10 +116,10 @@ class GroupWatch:
         return None
 
     def connects(self, process: int, group: str, cohort: int, *, stays: bool) -> None:
-        """A process goes on with a group in a cohort: it keeps its connections, or makes new ones.
+        """Checks whether a process may keep its connections of a group (``stays``), or make new ones.
 
         Raises:
-            ViolationError: it keeps what may not stay, or rebuilds what others keep or what could have stayed.
+            ViolationError: it keeps a group that may not stay, or rebuilds one that others keep or that may stay.
         """
         if stays and (why_not := self._why_not[group, cohort]):
             raise ViolationError(

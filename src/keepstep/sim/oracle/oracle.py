@@ -1,7 +1,7 @@
 """The oracle: its own model of the job, and the checks that a run must pass.
 
 It never reads a machine's state, stage or generation. It only observes events: which processes connected with each
-other (a *cohort*), which step each began and completed with which parameters, which faults and packets there were.
+other (a *cohort*), which step each began and completed with which parameters, the faults and the packets.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from keepstep.sim.world import World
 
 LEASE_S = 3.0 - 1e-6
-"""What the controller grants. Silence of this length, and only that, is a cause to give a node up."""
+"""The length of a node's lease. The controller may evict a node after a silence of this length, and only then."""
 ISOLATED_S = 60.0 - 1e-6
-"""Where all others are silent too, the controller is more likely cut off itself, and no node is given up so soon."""
+"""The same if all nodes are silent, because then the controller is more likely cut off itself."""
 MAX_IDLE_RECOVERIES = 8
-"""So many recoveries without a completed step may end a job."""
+"""The controller may end a job after this many recoveries without a completed step."""
 MAX_PACKETS_PER_S = 2_000
-"""From one node. A thousand ranks of a node that all say something of their own in one second send half of that."""
+"""Limit for one node: twice the packets of a thousand ranks that each send a different report in one second."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,11 +46,11 @@ class Cohort:
     members: dict[int, SimulatedProcess]
     """rank -> its process."""
     began: set[int] = dataclasses.field(default_factory=set)
-    """Processes that have begun a step in it."""
+    """Processes that have begun a step in this cohort."""
     completed: dict[int, int] = dataclasses.field(default_factory=dict)
-    """step -> how many have completed it in this cohort."""
+    """step -> number of ranks that have completed it in this cohort."""
     resumed_at: int | None = None
-    """The first step that was begun in it."""
+    """The first step that a rank has begun in this cohort."""
 
 
 class Oracle:
@@ -68,47 +68,47 @@ class Oracle:
         self.start_up = StartUpWatch(world)
         self._spare_choice = SpareChoice(world)
         self.furthest = 0
-        """The greatest step that any process ever began."""
+        """The greatest step that a process has begun since training last resumed."""
         self._evicted: set[tuple[str, int]] = set()
-        """(node, incarnation of its agent), rightly given up."""
+        """(node, incarnation of its agent) of each node that the controller has rightly evicted."""
         self._was_silent: set[tuple[str, int]] = set()
-        """The same, that might have been given up: what they say may count or not."""
+        """(node, incarnation) that the controller might have evicted, so that its messages may count or not."""
         self._incarnations: dict[str, int] = {}
-        """node -> the newest incarnation of its agent that has been heard of: an earlier one is over."""
+        """node -> the newest incarnation of its agent in a packet. Earlier ones are over."""
         self._heard_up_to: dict[tuple[str, int], int] = {}
-        """(node, incarnation of its agent) -> how many messages have come to the controller without a gap."""
+        """(node, incarnation of its agent) -> number of messages that the controller has received without a gap."""
         self._has_told_of_step = False
-        """Whether one of them has told of a completed step."""
+        """Whether one of these messages shows a completed step."""
         self._has_joined = False
-        """Whether one of them has told of a script that has called ``keepstep.init()``."""
+        """Whether one of these messages shows that a script has called ``keepstep.init()``."""
         self._before_packets: list[tuple[tuple[str, int], int, bool, bool]] = []
-        """Of the packets that the controller has taken in and not written down: their lines, and the values before."""
+        """For each packet that is not yet in the journal: (node, incarnation), and the three values before it."""
         self.num_failures = 0
-        """Faults that a process, a node or the controller really suffered."""
+        """Number of faults that have hit a process, a node or the controller."""
         self._trained: Cohort | None = None
-        """The last cohort in which a step was begun."""
+        """The last cohort in which a rank has begun a step."""
         self._blamed: dict[int, str] = {}
-        """process -> the fault that it suffered."""
+        """process -> the fault that has hit it."""
         self._given_up_s: dict[str, float] = {}
-        """node -> when it could last be rightly given up, with everything that ran on it then."""
+        """node -> when the controller could last rightly evict it, with all of its processes."""
         self._heard_s: dict[str, float] = {}
         self._num_heard: dict[tuple[str, int], int] = {}
-        """(node, second) -> packets."""
+        """(node, second) -> number of its packets."""
         self._finished: dict[int, History] = {}
         self._state_lost = False
         self._harmed: set[int] = set()
-        """Processes whose copy a missing value has got into, since training went on last."""
+        """Processes whose copy a missing value has got into since training last resumed."""
         self._excuses: set[str] = set()
-        """Faults after which the job may end without being wrong."""
+        """Faults after which the job may end without a violation."""
         self._recoveries_at_last_step = 0
         self._log_of: int | None = None
         """The process that has opened the job's log."""
         self._fetching: SimulatedProcess | None = None
 
-    # ---- what the world tells ---------------------------------------------------------------------------------------
+    # ---- reports of the world ---------------------------------------------------------------------------------------
 
     def connected(self, members: dict[int, SimulatedProcess]) -> Cohort:
-        """Processes have found each other, and are about to be connected."""
+        """Returns the new cohort of processes that are about to connect. Checks that each rank has one holder."""
         for rank, worker in members.items():
             before = next((c.members[rank] for c in reversed(self.cohorts) if rank in c.members), worker)
             if before is not worker and before.is_alive and not self._is_unreachable(before):
@@ -122,11 +122,11 @@ class Oracle:
         return cohort
 
     def came_twice(self, rank: int, process: int, other: int) -> None:
-        """Two live processes come to the same rendezvous as the same rank."""
+        """Reports two live processes at the same rendezvous with the same rank."""
         raise ViolationError(Check.TWO_HOLDERS, f"processes {other} and {process} both connect as rank {rank}")
 
     def stands_at(self, worker: SimulatedProcess, step: int) -> None:
-        """A process begins a step, or has none left to begin."""
+        """Checks a process that is about to begin a step, or that has completed its last one."""
         cohort, rank = self._cohort_of(worker), worker.machine.rank
         assert rank is not None
         if cohort.members.get(rank) is not worker:
@@ -161,18 +161,18 @@ class Oracle:
             self._trained = cohort
 
     def commits(self, worker: SimulatedProcess, step: int) -> None:
-        """A process leaves the gradient barrier and begins to change its parameters."""
+        """Checks a process that leaves the gradient barrier and begins to change its parameters."""
         cohort = self._cohort_of(worker)
-        if cohort is self.cohorts[-1]:  # of a past that was given up there is nothing to go back to
+        if cohort is self.cohorts[-1]:  # an older cohort needs no snapshots: no rank goes back to its steps
             self.snapshots.passed_barrier(worker, cohort.members.values(), step)
         self.snapshots.survives_any_node(worker, step)
         for newer in self.cohorts[cohort.number :]:
             if newer.resumed_at is None or newer.resumed_at > step:
                 continue
             if self._world.layout.reduces_after_update and newer.resumed_at == step:
-                continue  # the step counts when its last collective is through, which needs all ranks
-            # A whole cohort that is cut off may go on for itself until it is told, but not one with members in both.
-            # A process that was cut off with all of its shard left the others with its snapshot only.
+                continue  # the step counts when its last collective has ended, which needs all ranks
+            # A whole cohort that is cut off may continue until it gets the stop, but not one with members in both.
+            # If all replicas of a shard were cut off, the others have resumed from the shard's snapshot.
             both = {rank: other for rank, other in newer.members.items() if cohort.members[rank] is other}
             if self._world.shard_of(worker.machine.rank) in set(map(self._world.shard_of, both)):
                 other = next(iter(both.values()))
@@ -182,7 +182,7 @@ class Oracle:
                 )
 
     def completed(self, worker: SimulatedProcess, step: int) -> None:
-        """A process has completed a step."""
+        """Checks a process that has completed a step."""
         self._check_history(worker, step + 1)
         cohort = self._cohort_of(worker)
         cohort.completed[step] = 1 + cohort.completed.get(step, 0)
@@ -190,34 +190,34 @@ class Oracle:
             self._recoveries_at_last_step = self._world.num_recoveries
 
     def opens_log(self, worker: SimulatedProcess) -> None:
-        """A process does what is done once in the job's life, even where the process ends before it is through."""
+        """Checks that a once-per-job action has not begun before, not even on a process that did not complete it."""
         if self._log_of is not None:
             raise ViolationError(Check.ONCE, f"processes {self._log_of} and {worker.process} both open the log")
         self._log_of = worker.process
 
     def fetches(self, worker: SimulatedProcess) -> None:
-        """A process does what is done by one at a time until it is done."""
+        """Checks that no other live and reachable process holds the action that this process begins."""
         other = self._fetching
         if other is not None and other.is_alive and not self._is_unreachable(other):
             raise ViolationError(Check.ONCE, f"process {worker.process} is at what process {other.process} has begun")
         self._fetching = worker
 
     def has_fetched(self, worker: SimulatedProcess) -> None:
-        """It is done, unless the controller never hears of it."""
+        """Records that the holder has completed the action. The controller may still not get the report."""
         if self._fetching is worker:
             self._fetching = None
 
     def harmed(self, worker: SimulatedProcess) -> None:
-        """A missing value has got into the copy of a process, which is of no use any more.
+        """Records that a missing value has got into the copy of a process, which is partially updated now.
 
-        Where it was advancing in a recovery it has to be restored in another one. From then on it knows that its
-        updates communicate, and does not advance any more.
+        If it was advancing in a recovery, it must be restored in another one. From then on it knows that its updates
+        communicate, and does not advance any more.
         """
         self._harmed.add(worker.process)
         self.causes.add(f"a missing value in process {worker.process}")
 
     def restored(self, worker: SimulatedProcess, step: int) -> None:
-        """A process has received the state of the resume step, or read it."""
+        """Checks the state of the resume step that a process has received or loaded."""
         shard = self._world.shard_of(worker.machine.rank)
         if worker.parameters != tuple(range(step)) or worker.shard != shard:
             raise ViolationError(
@@ -227,9 +227,9 @@ class Oracle:
         self._check_local(worker, step)
 
     def is_fenced(self, worker: SimulatedProcess) -> None:
-        """A live process is killed by its agent."""
+        """Checks that an agent has a reason to kill a live process."""
         if (
-            worker.machine.rank is None  # a spare costs nothing but itself
+            worker.machine.rank is None  # the loss of a spare affects no rank
             or worker.process in self._blamed
             or worker.node.name in self.drain.leaving
             or self._is_unreachable(worker)
@@ -241,7 +241,7 @@ class Oracle:
         raise ViolationError(Check.HEALTHY_FENCED, f"{worker} has suffered nothing")
 
     def decided(self, entry: JournalEntry) -> None:
-        """The controller has decided something, and written it down."""
+        """Checks an entry that the controller has written to its journal."""
         if given := self._spare_choice.given(entry):
             self._spare_choice.check(given, self._only_loss())
         stop = next((reason for _, order, reason in entry.orders if isinstance(order, Stop)), None)
@@ -252,7 +252,7 @@ class Oracle:
             self.causes.begins(stop)
 
     def _only_loss(self) -> Loss | None:
-        """The one fault there was, where it cost a rank and the controller cannot know of another one."""
+        """Returns the loss of the only fault, if the controller cannot know of another one; else None."""
         others = set(self._world.nodes)
         if len(self.causes) != 1:
             return None
@@ -272,7 +272,7 @@ class Oracle:
         return node in self._given_up_s or self._is_silent(node)
 
     def job_ended(self, order: EndJob) -> None:
-        """The controller has ended the job."""
+        """Checks the end of the job, and its exit code."""
         layout = self._world.layout
         if layout.ends_early is not None and self.furthest == layout.num_steps - 1 and not self.drain.is_asked:
             if order.exit_code != EXIT_FAILED or "give session.steps() the same number" not in order.reason:
@@ -293,49 +293,49 @@ class Oracle:
         if not self.drain.is_asked and (why := self._may_not_end(order)):
             raise ViolationError(Check.ENDED, f"exit code {order.exit_code} ({order.reason}), and {why}")
 
-    # ---- what the injector and the network tell ---------------------------------------------------------------------
+    # ---- reports of the injector and the network --------------------------------------------------------------------
 
     def suffers(self, worker: SimulatedProcess, fault: str, lasts_s: float = 0.0) -> None:
-        """A process is hurt, or accused by an injected false alarm."""
+        """Records a fault of a process, or an injected false report of its loss."""
         self.num_failures += 1
         self.drain.troubled(lasts_s)
         self._blamed[worker.process] = fault
         self.causes.add(f"{fault} of process {worker.process}", most_recoveries(fault, lasts_s))
 
     def strikes(self, fault: str, lasts_s: float = 0.0) -> None:
-        """Something happens to a node, the network or the controller, or a false alarm is raised."""
+        """Records a fault of a node, of the network or of the controller, or a false hint."""
         if fault not in ("drain", "node drain", "sick device"):
             self.drain.troubled(lasts_s)
         if most := most_recoveries(fault, lasts_s):
             self.causes.add(f"{fault} at {self._world.schedule.now_s:.3f} s", most)
 
     def drains_job(self) -> None:
-        """The job is told to end."""
+        """Records the request to drain the job."""
         self.drain.asked(is_calm=self.is_calm())
 
     def drains_node(self, node: str) -> None:
-        """A node is told to leave."""
+        """Records the request to drain a node."""
         self.drain.node_asked(node, is_calm=self.is_calm())
         self.causes.node_leaves(node, self._world.nodes[node].layout.slots)
 
     def is_calm(self) -> bool:
-        """Whether all ranks train, and no recovery is under way."""
+        """Returns whether all ranks train, and no recovery is in progress."""
         ranks = self._trained.members.values() if self._trained is not None else ()
         are_well = all(worker.is_alive and worker.process not in self._blamed for worker in ranks)
         trains = are_well and len(self._finished) < len(ranks)
         return trains and self._world.num_recoveries == self._recoveries_at_last_step
 
     def drains_at(self, worker: SimulatedProcess, step: int) -> None:
-        """A rank stands at the step at which the job ends."""
+        """Checks a rank that is at the step at which the job ends."""
         self.stands_at(worker, step)
         self.drain.stands(worker, step)
 
     def excuses(self, fault: str) -> None:
-        """A fault after which the job may end without being wrong."""
+        """Records a fault after which the job may end without a violation."""
         self._excuses.add(fault)
 
     def arrives(self, packet: Packet) -> None:
-        """A packet has come to the controller, which may be held up."""
+        """Records a packet that arrives at the controller, which may be paused."""
         now_s, node = self._world.schedule.now_s, packet.node
         if (node, packet.incarnation) in self._evicted:
             return
@@ -348,7 +348,7 @@ class Oracle:
         self._heard_s[node] = now_s
 
     def listens(self, packet: Packet) -> None:
-        """The controller takes a packet in, maybe long after it has come, and another one than it has come to."""
+        """Records a packet that the controller handles, maybe long after its arrival and after a restart."""
         line = packet.node, packet.incarnation
         if line in self._evicted or packet.incarnation < self._incarnations.get(packet.node, packet.incarnation):
             return
@@ -358,17 +358,17 @@ class Oracle:
             self._listen(packet)
 
     def written(self) -> None:
-        """The controller has written down what it has taken in."""
+        """Records that the packets which the controller has handled are in its journal."""
         self._before_packets.clear()
 
     def evicted(self, node: str, incarnation: int) -> None:
-        """An agent is told that its node was given up. If that was right, nothing it says counts from now on."""
+        """Records an eviction that is sent to an agent. If it was right, later messages of the agent do not count."""
         if node in self._given_up_s:
             self._evicted.add((node, incarnation))
             self._heard_s[node] = -math.inf
 
     def _listen(self, packet: Packet) -> None:
-        """What comes after a gap is not heard yet."""
+        """Counts the messages of a packet, unless a gap precedes them."""
         line = packet.node, packet.incarnation
         known = self._heard_up_to.get(line, 0)
         self._before_packets.append((line, known, self._has_told_of_step, self._has_joined))
@@ -379,13 +379,13 @@ class Oracle:
             self._has_joined = self._has_joined or any(isinstance(each, WorkerJoined) for each in packet.messages)
 
     def controller_restarted(self) -> None:
-        """All leases start over, the first twice as long, but those of nodes that may have been given up before."""
+        """Restarts all leases, twice as long, except those of nodes that might have been evicted before."""
         for node in self._world.nodes:
             if self._given_up_s.get(node, -1.0) <= self._heard_s.get(node, 0.0):
                 self._heard_s[node] = self._world.schedule.now_s + LEASE_S
 
     def controller_crashed(self) -> None:
-        """Until it is back no node is given up. Agents send again what it has heard and not written down."""
+        """Handles a crash of the controller: agents will repeat the messages that are not in its journal."""
         for line, known, *has_told in reversed(self._before_packets):
             self._heard_up_to[line], (self._has_told_of_step, self._has_joined) = known, has_told
         for node in self._world.nodes:
@@ -394,22 +394,22 @@ class Oracle:
 
     @property
     def finished_ranks(self) -> set[int]:
-        """The ranks of which some process has completed the last step."""
+        """The ranks whose last step is complete."""
         return set(self._finished)
 
     @property
     def has_trained(self) -> bool:
-        """Whether any step was ever begun."""
+        """Whether a rank has ever begun a step."""
         return self._trained is not None
 
     def node_began_new_life(self, node: str) -> None:
-        """The agent of a node was lost with its workers."""
+        """Records that the agent of a node was lost with its workers."""
         self._given_up_s[node] = self._world.schedule.now_s
 
-    # ---- its own idea -----------------------------------------------------------------------------------------------
+    # ---- its own model ----------------------------------------------------------------------------------------------
 
     def _is_unreachable(self, worker: SimulatedProcess) -> bool:
-        """Whether the node of a process could rightly be given up."""
+        """Returns whether the controller may evict, or might have evicted, the node of a process."""
         node = worker.node.name
         return worker.spawned_s <= self._given_up_s.get(node, -1.0) or self._is_silent(node)
 
@@ -421,7 +421,7 @@ class Oracle:
         return now_s - heard_s >= ISOLATED_S or any(at_s > heard_s for at_s in self._heard_s.values())
 
     def state_is_lost(self) -> bool:
-        """Whether some shard has no holder left among those that trained last."""
+        """Returns whether some shard has neither a holder in the last cohort that trained, nor a snapshot."""
         if self._trained is None:
             return True
         if not self._state_lost:
@@ -437,7 +437,7 @@ class Oracle:
         return self._state_lost
 
     def _newest_snapshot(self) -> int | None:
-        """The newest step to which the memory of the nodes can take all ranks back."""
+        """Returns the newest step of which all shards have a snapshot on a reachable node; None if there is none."""
         return self.snapshots.newest(lambda worker: worker.node.is_read and not self._is_unreachable(worker))
 
     def _check_history(self, worker: SimulatedProcess, step: int) -> None:
@@ -470,18 +470,18 @@ class Oracle:
             )
         newest = self._newest_snapshot()
         if newest is None and self._world.layout.snapshot_every:
-            return  # one in the memory of a node that might have been given up, or the job starts over
+            return  # a snapshot on a node that might have been evicted, or the job starts over
         if newest is None:
             newest = max(self._world.checkpoints(before_s=self._world.recovery_began_s), default=None)
         if newest is None and (step > 0 or not self._has_told_of_step):
-            return  # a checkpoint that was not whole then, or the controller has never heard of a step
+            return  # a checkpoint that was incomplete then, or the controller knows of no step
         if newest is None or step < newest:
             raise ViolationError(
                 Check.RECOMPUTED, f"training resumes at step {step}, the newest checkpoint or snapshot is of {newest}"
             )
 
     def _may_not_end(self, order: EndJob) -> str | None:
-        """Why the job ought to have gone on; None where it may have ended."""
+        """Returns why the job should have continued; None if it may end."""
         settings = self._world.layout.settings
         has_room = self._world.room() >= settings.world_size
         idle = self._world.num_recoveries - self._recoveries_at_last_step

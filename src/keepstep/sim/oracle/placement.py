@@ -1,8 +1,8 @@
 """Checks of placement: the right spare takes a rank, local ranks are valid, and ranks get the right membership.
 
 After a software fault a spare on the lost rank's own node is best, then one in its failure domain, because their
-hardware is known to work. After the loss of a node it is the other way around. Checked only if a single fault has hit
-the job: then nothing is in quarantine, and the controller's knowledge is known.
+hardware is known to work. After the loss of a node it is the other way around. The oracle checks this only if a single
+fault has hit the job: then nothing is in quarantine, and the oracle knows what the controller knows.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loss:
-    """What was lost: a rank's process on a node, or the node itself."""
+    """A loss: of a rank's process on a node, or of the node itself."""
 
     node: str
     is_of_node: bool
 
 
 class SpareChoice:
-    """Knows which spares are warm, as far as the controller has heard of it.
+    """Tracks the spares that the controller knows to be warm, and checks its choice.
 
-    It lives through the reports of a packet one after the other: what it decides at one of them, it decides without
-    what the later ones tell.
+    The controller handles the reports of a packet one after the other. When it decides at one report, it does not know
+    the later ones.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._warm: set[int] = set()
-        """Numbers of workers that stand at their first step and had no rank then."""
+        """Numbers of spares that are at their first step, as the controller knows."""
         self._in_packets: set[int] = set()
-        """Those of which a packet tells that has not been lived through yet."""
+        """Numbers of spares whose report is in a packet that the controller has not handled yet."""
         self._in_event: set[int] = set()
-        """Those of which the newest event tells."""
+        """Numbers of spares whose report is in the newest event."""
         self._given: set[int] = set()
-        """Those that have been given a rank since."""
+        """Numbers of workers that have got a rank since."""
         self._domains = {node.name: node.domain for node in world.layout.nodes}
 
     def heard(self, messages: Iterable[AnyMessage]) -> None:
-        """What has come to the controller."""
+        """Records messages that have arrived at the controller."""
         ready = {message.worker for message in messages if isinstance(message, WorkerReady)}
         if ready:
             self._in_packets |= {spare.number for spare in self._world.spares() if spare.number in ready - self._given}
 
     def given(self, entry: JournalEntry) -> list[SimulatedProcess]:
-        """The warm spares that the controller gives ranks with this decision."""
+        """Returns the warm spares to which the controller gives ranks in this journal entry."""
         given = {order.worker for _, order, _ in entry.orders if isinstance(order, Assign)}
         reports = entry.event.reports if isinstance(entry.event, ReportsReceived) else ()
         told = [each.worker for each in reports if isinstance(each, WorkerReady)]
@@ -69,14 +69,14 @@ class SpareChoice:
         return [worker for worker in self._world.workers.values() if worker.number in was_warm] if was_warm else []
 
     def check(self, given: Iterable[SimulatedProcess], loss: Loss | None) -> None:
-        """No warm spare that is left over is at a better place than one that was given a rank.
+        """Checks that no remaining warm spare is at a better place than one that got a rank.
 
         Args:
-            given: the spares that take ranks.
-            loss: the only one there was; None where there was another one, or none, and nothing is checked.
+            given: the spares that got ranks.
+            loss: the only loss so far. None: there was none, or more than one, and nothing is checked.
 
         Raises:
-            ViolationError: there is such a spare.
+            ViolationError: a remaining spare is at a better place.
         """
         if loss is None:
             return
@@ -98,18 +98,18 @@ class SpareChoice:
 
 
 class MembershipWatch:
-    """Compares the memberships that ranks were told with who they are, and with each other's."""
+    """Compares the memberships that ranks have received with their real placement, and with each other."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._told: dict[int, Membership] = {}
-        """By generation: what the first rank was told that began a step there."""
+        """generation -> the membership of the first rank that began a step in it."""
 
     def begins_step(self, worker: SimulatedProcess) -> None:
-        """A rank begins a step.
+        """Checks the membership of a rank that begins a step.
 
         Raises:
-            ViolationError: it is not the member of its rank, or another rank of its generation was told another one.
+            ViolationError: its entry for this rank is wrong, or another rank of the generation has another membership.
         """
         machine, told = worker.machine, worker.machine.membership
         if told is None or machine.rank is None:
@@ -126,7 +126,14 @@ class MembershipWatch:
 
 
 def check_local_ranks(members: dict[int, SimulatedProcess]) -> None:
-    """One number each among the members of a node, and inside of the lists that scripts make for them."""
+    """Checks that local ranks are unique on each node, and below the local world size.
+
+    Args:
+        members: rank -> its process.
+
+    Raises:
+        ViolationError: a local rank is missing, out of range or not unique.
+    """
     taken: dict[tuple[str, int], int] = {}
     for rank, worker in members.items():
         local_rank = worker.local_rank

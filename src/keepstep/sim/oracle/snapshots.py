@@ -1,4 +1,4 @@
-"""The existing snapshots, as the oracle has seen them copied, in memory that still exists."""
+"""The oracle's checks of snapshots: those that it has seen copied, in memory that still exists."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ class SnapshotWatch:
     def __init__(self, world: World) -> None:
         self._world = world
         self._whole_s: dict[tuple[int, int, int], float] = {}
-        """Process, rank and step -> since when that process has, or had, all of a snapshot of no later past than all
-        ranks'."""
+        """(process, rank, step) -> when the process has completed this rank's snapshot of this step. Snapshots of steps
+        after the resume step are removed."""
         self._last_left: tuple[int | None, int] | None = None
-        """The cohort and the step whose gradient barrier a process left last."""
+        """(cohort, step) of the gradient barrier that a process has left last."""
         self._num_doubled: Counter[int] = Counter()
-        """By process how many second copies of its snapshots there were."""
+        """process -> number of second copies of its snapshots."""
         self._refused: set[int] = set()
-        """Ranks whose newest snapshot has no second copy, for their buddy's node had no room."""
+        """Ranks whose newest snapshot has no second copy, because their buddy's node had no room."""
         self._num_exposed = 0
-        """Steps in a row in which some have none, though there is room somewhere."""
+        """Number of consecutive steps in which such a rank lacks a second copy although another node has room."""
 
     def taken(self, worker: SimulatedProcess, snapshot: Snapshot) -> None:
-        """A process has a snapshot more; its memory holds the one before, too."""
+        """Checks a snapshot that a process has completed."""
         self._check(worker, snapshot)
         if snapshot.rank != worker.machine.rank:
             raise ViolationError(Check.SNAPSHOT, f"{worker} takes a snapshot as rank {snapshot.rank}")
 
     def doubled(self, buddy: SimulatedProcess, source: SimulatedProcess, snapshot: Snapshot) -> None:
-        """A process has all of another rank's snapshot."""
+        """Checks a second copy that a buddy has completed."""
         self._check(buddy, snapshot)
         self._num_doubled[source.process] += 1
         self._refused.discard(snapshot.rank)
 
     def refused(self, source: SimulatedProcess, snapshot: Snapshot) -> None:
-        """A node has no room for a second copy. A job that has just begun may end for it.
+        """Records that a node had no room for a second copy. A job that has just begun may end because of this.
 
-        Its agent may tell that the process died before what the process has said of the reason gets through, and the
-        recovery that begins then ends with the job.
+        The agent may report the death of the process before the process's own report of the reason arrives. Then a
+        recovery begins, and the report ends it with the job.
         """
         self._refused.add(snapshot.rank)
         if len(self._world.oracle.cohorts) == 1 and self._num_doubled[source.process] < START_COPIES:
@@ -64,10 +64,10 @@ class SnapshotWatch:
         self._whole_s[worker.process, snapshot.rank, snapshot.step] = self._world.schedule.now_s
 
     def passed_barrier(self, worker: SimulatedProcess, members: Iterable[SimulatedProcess], step: int) -> None:
-        """A process leaves the gradient barrier: of each shard there is a snapshot of this step, if one was due.
+        """Checks at the end of a gradient barrier that each shard has a snapshot of this step, if one is due.
 
-        Not of each rank: a lost one may have been all that was missing, and where its shard has a replica the others
-        complete the step without it.
+        A single rank may have none: it may have been lost before it was synced, and if its shard has a replica, the
+        others complete the step without it.
         """
         if not worker.snapshots.is_due(step):
             return
@@ -83,10 +83,10 @@ class SnapshotWatch:
             )
 
     def survives_any_node(self, worker: SimulatedProcess, step: int) -> None:
-        """A process leaves the gradient barrier, the first of all: whichever node is lost next, all ranks can go on.
+        """Checks, when the first process leaves the gradient barrier, that all ranks can survive the loss of any node.
 
-        So it is where the job is on several nodes, and nothing is lost already. What is written over later has a check
-        of its own.
+        It checks this only if the job is on several nodes, and nothing is lost already. `written_over` checks snapshots
+        that are overwritten later.
         """
         if not self._world.layout.snapshot_every or self._last_left == (worker.cohort, step):
             return
@@ -103,21 +103,21 @@ class SnapshotWatch:
             )
 
     def _exposed(self) -> set[str | None]:
-        """The nodes of ranks whose newest snapshot has no second copy."""
+        """Returns the nodes of the ranks whose newest snapshot was refused by their buddy's node."""
         return {each.node.name for each in self._world.rank_holders() if each.machine.rank in self._refused}
 
     def _most_exposed(self) -> int:
-        """For how many steps a rank may be refused where there is room: each of them once by each node, one after the
-        other, with one snapshot each."""
+        """Returns for how many steps ranks may lack a second copy although there is room: until each rank has asked
+        each node once, one rank after the other, with one snapshot each."""
         layout = self._world.layout
         return layout.snapshot_every * (layout.world_size * len(layout.nodes) + 2)
 
     def written_over(self, worker: SimulatedProcess, before: list[Snapshot]) -> None:
-        """A process may have begun to write over a snapshot. What could be survived before it still can be.
+        """Checks that an overwritten snapshot is not needed to survive the loss of a node.
 
         Args:
-            worker: in whose memory.
-            before: the whole snapshots there before.
+            worker: the process in whose memory a snapshot may have been overwritten.
+            before: the complete snapshots that were there before.
         """
         gone = [each for each in before if not any(each is other for other in worker.memory.whole)]
         if not gone or (after := self._survivable(worker)) == {None, *self._nodes()}:
@@ -126,17 +126,18 @@ class SnapshotWatch:
             raise ViolationError(Check.SNAPSHOT, f"{worker} writes over a snapshot that the loss of {vital} would need")
 
     def _nodes(self) -> set[str]:
-        """Those of the ranks."""
+        """Returns the nodes of the ranks."""
         return {each.node.name for each in self._world.oracle.cohorts[-1].members.values()}
 
     def _survivable(self, worker: SimulatedProcess, besides: list[Snapshot] | None = None) -> set[str | None]:
-        """The nodes without which all ranks could go on, from what is alive or from some snapshot of all.
+        """Returns the nodes whose loss the job can survive.
 
-        None is among them if they could go back to a snapshot without any loss.
+        All shards must then have a live copy, or all a snapshot of the same step. The result contains None if all ranks
+        could go back to a snapshot without a loss.
 
         Args:
-            worker: one that trains. Of a process that the others train without there is nothing to say: none.
-            besides: more snapshots, as if they were in its memory.
+            worker: a process that trains. If it is not in the newest cohort, the result is empty.
+            besides: snapshots that count as if they were in its memory.
         """
         cohorts = self._world.oracle.cohorts
         if not self._world.layout.snapshot_every or worker.cohort != len(cohorts):
@@ -156,16 +157,16 @@ class SnapshotWatch:
         return found.union(*(nodes - _alone(at[step] for at in shards.values()) for step in common))
 
     def resumes(self, step: int) -> None:
-        """All ranks go on from a step: what lies behind it is no past of theirs. They restart where it is -1."""
+        """Forgets the snapshots of steps after the resume step. A step of -1 forgets all, because all ranks restart."""
         self._whole_s = {key: since_s for key, since_s in self._whole_s.items() if key[2] <= step}
 
     def newest(self, is_there: Callable[[SimulatedProcess], bool]) -> int | None:
-        """The newest step of which every shard was in some memory when the recovery began, and is there.
+        """Returns the newest step of which every shard has a snapshot that was complete when the recovery began.
 
-        A snapshot that was complete only then may have come too late for what its rank has told.
+        A later snapshot may have been too late for its rank's report.
 
         Args:
-            is_there: whether the node of a process is up, and was never given up since.
+            is_there: returns whether the memory of a process can still be read.
         """
         shards = self._nodes_of(self._world.rank_holders(), is_there, self._world.recovery_began_s)
         return max(set.intersection(*map(set, shards.values())), default=None)
@@ -176,13 +177,18 @@ class SnapshotWatch:
         is_there: Callable[[SimulatedProcess], bool],
         before_s: float = math.inf,
     ) -> dict[str, dict[int, set[str | None]]]:
-        """For each shard the nodes that have a snapshot of it, by step.
+        """Returns for each shard: step -> the nodes that have a snapshot of it.
 
-        A rank's own snapshot counts on the node of the rank's holder, a second copy where its keeper is alive.
+        A rank's own snapshot counts if it is on the node of the rank's holder, a second copy if its keeper is alive.
+
+        Args:
+            holders: the live processes with a rank.
+            is_there: returns whether the memory of a process can be read.
+            before_s: later snapshots do not count.
         """
         shards: dict[str, dict[int, set[str | None]]] = {shard: {} for shard in self._world.layout.shards}
         node_of = {worker.machine.rank: worker.node for worker in holders}
-        for worker in self._world.workers.values():  # the oracle's innermost loop: as flat as it can be
+        for worker in self._world.workers.values():  # the oracle's innermost loop, written for speed
             rank, node = worker.machine.rank, worker.node
             if rank is None or worker.memory.is_lost or not is_there(worker):
                 continue
@@ -201,5 +207,5 @@ class SnapshotWatch:
 
 
 def _alone(places: Iterable[set[str | None]]) -> set[str | None]:
-    """Those that are some place's only one."""
+    """Returns the nodes that are the only one in one of these sets."""
     return set().union(*(there for there in places if len(there) == 1))

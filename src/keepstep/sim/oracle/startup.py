@@ -1,4 +1,4 @@
-"""The oracle's model of start-ups: the last one, and what the ranks exchanged in it."""
+"""The oracle's model of the newest start-up: the values that its ranks have exchanged."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
 
 
 class StartUpWatch:
-    """Of one run."""
+    """Watches the start-ups of one run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._cohort = 0
-        """The number of the newest one that has begun to build."""
+        """The number of the newest cohort that has begun to build."""
         self._kept: dict[str, bytes] = {}
-        """What its ranks know to be kept, by name."""
+        """Name -> value, for the values that the controller has confirmed to this cohort."""
         self._ready: set[int] = set()
-        """Its ranks that have handed over all they had."""
+        """The ranks of this cohort that have submitted all their values."""
 
     def begins(self, worker: SimulatedProcess) -> None:
-        """A rank that is connected with all others begins to build."""
+        """Begins a new start-up, if the rank that begins to build is of a newer cohort."""
         assert worker.cohort is not None
         if worker.cohort > self._cohort:
             self._cohort, self._kept, self._ready = worker.cohort, {}, set()
 
     def has_kept(self, worker: SimulatedProcess, request: StoreRequested) -> None:
-        """A rank was told that a value of it is kept."""
+        """Records a value that the controller has confirmed to a rank."""
         if self._is_of_newest(worker):
             self._kept[request.keys[0]] = request.value
 
     def stands_ready(self, worker: SimulatedProcess) -> None:
-        """A rank has handed over all it had, and stands at its first step."""
+        """Records that a rank has submitted all its values, and is at its first step."""
         if self._is_of_newest(worker):
             assert worker.machine.rank is not None
             self._ready.add(worker.machine.rank)
@@ -45,10 +45,10 @@ class StartUpWatch:
         return worker.cohort is not None and worker.cohort == self._cohort
 
     def is_given(self, name: str, answer: StoreAnswered) -> None:
-        """The controller answers a replacement that asks for what was kept under a name.
+        """Checks the controller's answer to a replacement that asks for the value of a name.
 
         Raises:
-            ViolationError: it is something else than the ranks exchanged, or comes before they have all exchanged it.
+            ViolationError: the value is not the one that the ranks exchanged, or not all ranks have submitted theirs.
         """
         if len(self._ready) < self._world.layout.world_size:
             raise ViolationError(

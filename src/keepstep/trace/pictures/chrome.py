@@ -1,7 +1,7 @@
-"""A run as a trace that Perfetto and chrome://tracing open: a process for each node, a track for each rank and spare.
+"""Exports a run as a trace for Perfetto and chrome://tracing: a process for each node, a track for each rank and spare.
 
-The format is Google's "Trace Event Format", as JSON. It is written event by event, one a line, so that a trace may be
-larger than memory.
+The format is Google's "Trace Event Format", as JSON. The events are written one by one, each on a line, so that a trace
+may be larger than memory.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.scene import Scene, SpanKind
 
 CONTROLLER = 0
-"""The process of what concerns the whole job; those of the nodes follow."""
+"""Number of the trace process with the events of the whole job. Those of the nodes follow."""
 SPARE_TRACKS = 1_000_000
-"""Tracks of workers without a rank come after those of all ranks."""
+"""Number of the first track of workers without a rank, after those of all ranks."""
 
 
 class Track(NamedTuple):
-    """A line of the trace."""
+    """The process and thread numbers that identify a track."""
 
     pid: int
     tid: int
 
 
 class ChromeTrace:
-    """Writes a trace. Times are nanoseconds on any clock, of which ``zero_ns`` becomes the beginning."""
+    """Writes a trace. Times are nanoseconds on any clock; ``zero_ns`` becomes time 0 of the trace."""
 
     def __init__(self, file: BinaryIO, zero_ns: int, other: dict[str, Any]) -> None:
         """Args:
-        file: where to.
-        zero_ns: the beginning.
-        other: what is to be known of the whole; the viewers show it with the file's details.
+        file: the file to write.
+        zero_ns: time 0 of the trace.
+        other: metadata of the trace, which the viewers show with the file's details.
         """
         self._file = file
         self._zero_ns = zero_ns
@@ -63,40 +63,40 @@ class ChromeTrace:
         return (at_ns - self._zero_ns) / 1000
 
     def process(self, pid: int, name: str) -> None:
-        """Names a process; they are shown in the order of their numbers."""
+        """Names a process. The viewers show processes in the order of their numbers."""
         self._write({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
         self._write({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
 
     def track(self, track: Track, name: str) -> None:
-        """Names a track; they are shown in the order of their numbers."""
+        """Names a track. The viewers show tracks in the order of their numbers."""
         at = {"pid": track.pid, "tid": track.tid}
         self._write({"name": "thread_name", "ph": "M", **at, "args": {"name": name}})
         self._write({"name": "thread_sort_index", "ph": "M", **at, "args": {"sort_index": track.tid}})
 
     def complete(self, track: Track, name: str, kind: str, span_ns: tuple[int, int], args: dict[str, Any]) -> None:
-        """Something that lasted, from the first time to the second."""
+        """Writes an event with a start and an end."""
         begin_ns, end_ns = span_ns
         at = {"pid": track.pid, "tid": track.tid, "ts": self._ts(begin_ns), "dur": (end_ns - begin_ns) / 1000}
         self._write({"name": name, "cat": kind, "ph": "X", **at, "args": args})
 
     def instant(self, track: Track, name: str, kind: str, at_ns: int, args: dict[str, Any]) -> None:
-        """Something that happened."""
+        """Writes an event at one time."""
         at = {"pid": track.pid, "tid": track.tid, "ts": self._ts(at_ns)}
         self._write({"name": name, "cat": kind, "ph": "i", "s": "t", **at, "args": args})
 
     def counter(self, pid: int, name: str, at_ns: int, value: float) -> None:
-        """A number that has a new value."""
+        """Writes the new value of a counter."""
         self._write({"name": name, "ph": "C", "pid": pid, "ts": self._ts(at_ns), "args": {name: value}})
 
     def flow(self, name: str, begin: tuple[Track, int], end: tuple[Track, int]) -> None:
-        """An arrow from one event to another, each named by its track and a moment in it."""
+        """Writes an arrow between two events. Each is identified by its track and a time within the event."""
         number = self._num
         for phase, (track, at_ns), more in (("s", begin, {}), ("f", end, {"bp": "e"})):
             at = {"pid": track.pid, "tid": track.tid, "ts": self._ts(at_ns)}
             self._write({"name": name, "cat": "flow", "ph": phase, "id": number, **at, **more})
 
     def end(self) -> None:
-        """Ends the file."""
+        """Writes the end of the file."""
         self._file.write(b"\n]}\n")
 
 
@@ -107,8 +107,8 @@ def write_trace(run: Run, file: BinaryIO) -> None:
     """Writes a run as a trace.
 
     Args:
-        run: after its `Run.poll`.
-        file: where to.
+        run: the run, after its `Run.poll`.
+        file: the file to write.
     """
     info = run.info
     other = {"run": info.run, "command": " ".join(info.command), "version": info.version}
@@ -118,7 +118,7 @@ def write_trace(run: Run, file: BinaryIO) -> None:
 
 
 class _Export:
-    """One run as it is written."""
+    """Writes one run to a trace."""
 
     def __init__(self, run: Run, trace: ChromeTrace) -> None:
         self._run = run
@@ -127,11 +127,11 @@ class _Export:
         self._nodes = {run.info.node: 1}
         self._named: set[Track] = set()
         self._lost_s: dict[int, float] = {}
-        """By worker."""
+        """worker -> when it was lost."""
         self._taken: dict[int, list[tuple[float, float]]] = {}
-        """By rank: when it was in a recovery, sorted."""
+        """rank -> its times in recoveries, sorted."""
         self._updates: dict[int, list[tuple[float, float]]] = defaultdict(list)
-        """By rank: updates that ran in a recovery."""
+        """rank -> times of updates that ran during a recovery."""
         self._completed = 0
 
     def write(self) -> None:
@@ -157,7 +157,7 @@ class _Export:
     # ---- tracks ------------------------------------------------------------------------------------------------------
 
     def _track(self, rank: int, worker: int | None) -> Track:
-        """The track of a rank on the node of its holder; that of the worker itself where it has no rank."""
+        """Returns the track of a rank on its worker's node, or the worker's own track if it has no rank."""
         known = self._run.job.roster.workers.get(worker) if worker is not None else None
         pid = self._nodes[known.node if known is not None else self._run.info.node]
         track, name = Track(pid, rank), f"rank {rank}"
@@ -171,7 +171,7 @@ class _Export:
     # ---- recoveries --------------------------------------------------------------------------------------------------
 
     def _recoveries(self) -> dict[int, list[tuple[Stretch, Scene]]]:
-        """By rank: what it was at in all recoveries; nothing overlaps, and of two recoveries the later one counts."""
+        """Returns rank -> its stretches in all recoveries, without overlaps: of two recoveries the later one counts."""
         found: dict[int, list[tuple[Stretch, Scene]]] = defaultdict(list)
         taken: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for scene in reversed(self._run.scenes):
@@ -222,7 +222,7 @@ class _Export:
             self._trace.instant(Track(CONTROLLER, 0), scene.record.detail, "failure", at_ns, args)
 
     def _write_arrows(self, scene: Scene, places: dict[tuple[int, str, int], tuple[Track, int]]) -> None:
-        """From a failure to the restore of its rank, and from those who send state to those who receive it."""
+        """Writes arrows from a failure to the restore of its rank, and from senders to receivers of state."""
         for failure, _ in scene.failures():
             begin = places.get((scene.number, "gone", failure.rank))
             end = places.get((scene.number, "restore", failure.rank))
@@ -259,7 +259,7 @@ class _Export:
             self._of_worker(worker, own, self._now_s)
 
     def _of_worker(self, worker: int, own: PhaseArray, until_s: float) -> list[tuple[int, int]]:
-        """Writes what one worker was at; returns (time, number) of the steps that it has completed."""
+        """Writes the phases of one worker. Returns (time, number of completed steps) for each step it completed."""
         until_s = min(until_s, self._lost_s.get(worker, until_s))
         rank = int(own["rank"][-1])
         track = self._track(rank, worker)
@@ -278,7 +278,7 @@ class _Export:
         return completed
 
     def _moments(self) -> None:
-        """What became of snapshots."""
+        """Writes the moments of snapshots."""
         for moment in self._run.history.moments(0, self._run.history.end_ns + 1):
             track = self._track(int(moment["rank"]), int(moment["worker"]))
             args = {"step": int(moment["step"]), "generation": int(moment["generation"])}
@@ -294,7 +294,7 @@ class _Export:
             self._trace.instant(track, event.kind, "control", round(event.at_s * 1e9), args)
 
     def _stragglers(self) -> None:
-        """Who is slow at the end of the run: that is when the window of its last steps ends."""
+        """Writes the stragglers at the end of the run, because the window of steps ends there."""
         holders = {worker.rank: worker.worker for worker in self._run.job.roster.workers.values() if not worker.lost}
         for each in self._run.stragglers.found():
             args = {"own_ms": each.own_ms, "typical_ms": each.typical_ms}
@@ -304,7 +304,7 @@ class _Export:
 
 
 def _near(taken: list[tuple[float, float]], stretch: Stretch) -> list[tuple[float, float]]:
-    """Those of some sorted times that touch a stretch."""
+    """Returns those of the sorted intervals that overlap a stretch."""
     first = max(0, bisect.bisect_right(taken, (stretch.begin_s, float("inf"))) - 1)
     last = bisect.bisect_left(taken, (stretch.end_s, 0.0))
     return [(begin_s, end_s) for begin_s, end_s in taken[first:last] if end_s > stretch.begin_s]

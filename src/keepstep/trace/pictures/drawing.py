@@ -1,4 +1,4 @@
-"""A picture is a list of shapes, from the back to the front; here it becomes SVG."""
+"""Pictures as lists of shapes, from back to front, and their output as SVG."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from collections.abc import Sequence
 from keepstep.trace.pictures.theme import INKS, LOOKS, PATTERN_LINES, PATTERN_OPACITY, PATTERN_SIZE, STYLE
 
 CHARACTER_WIDTH = 0.56
-"""Of the font's size: what a character of a label takes on average in DejaVu Sans, the widest of the common fonts."""
+"""Average width of a label's character, relative to the font size, in DejaVu Sans, the widest of the common fonts."""
 SLACK_WIDTH = 0.3
-"""For the widest character of a short label."""
+"""Extra width for a wide character in a short label, relative to the font size."""
 BOLD = 1.12
 _NOT_IN_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def text_width(content: str, kind: str) -> float:
-    """About how wide a text is, in pixels: which font a reader has is not known."""
+    """Estimates the width of a text in pixels. It is an estimate because the viewer's font is not known."""
     ink = INKS[kind]
     width = (CHARACTER_WIDTH * len(content) + SLACK_WIDTH) * ink.size if content else 0.0
     return width * (BOLD if ink.is_bold else 1.0)
 
 
 def fitting(labels: Sequence[str], kind: str, width: float) -> str:
-    """The first of some labels that is not wider than ``width``; empty if none is."""
+    """Returns the first label that is not wider than ``width``; an empty string if there is none."""
     return next((label for label in labels if text_width(label, kind) <= width), "")
 
 
 def shortened(content: str, kind: str, width: float) -> str:
-    """A text, cut off with an ellipsis where it is wider than ``width``."""
+    """Returns a text, truncated with an ellipsis if it is wider than ``width``."""
     if text_width(content, kind) <= width:
         return content
     kept = next((n for n in range(len(content), 0, -1) if text_width(content[:n] + "…", kind) <= width), 0)
@@ -39,7 +39,7 @@ def shortened(content: str, kind: str, width: float) -> str:
 
 
 def escaped(content: str) -> str:
-    """A text as it may stand in XML and HTML, in attributes too; what XML has no room for becomes a question mark."""
+    """Escapes a text for XML and HTML, including attributes. Characters that XML does not allow become ``?``."""
     return html.escape(_NOT_IN_XML.sub("?", content))
 
 
@@ -54,7 +54,7 @@ class Rectangle:
     kind: str
     radius: float = 4.0
     hint: str = ""
-    """Shown by a browser while the pointer rests on it."""
+    """Tooltip of the rectangle."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Polygon:
-    """An area."""
+    """A filled polygon."""
 
     points: tuple[tuple[float, float], ...]
     kind: str
@@ -75,7 +75,7 @@ class Polygon:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
-    """One line of text. ``anchor`` says which part of it stands at ``x``: start, middle or end."""
+    """One line of text. ``anchor`` is the part of it that is at ``x``: start, middle or end."""
 
     x: float
     y: float
@@ -85,7 +85,7 @@ class Text:
 
     @property
     def span(self) -> tuple[float, float]:
-        """From where to where it reaches at most."""
+        """Estimated left and right edge."""
         width = text_width(self.content, self.kind)
         begin = self.x - {"start": 0.0, "middle": width / 2, "end": width}[self.anchor]
         return begin, begin + width
@@ -96,7 +96,7 @@ Shape = Rectangle | Line | Polygon | Text
 
 @dataclasses.dataclass(slots=True)
 class Picture:
-    """Shapes, and what they show in a sentence: for those who cannot see it."""
+    """Shapes, and a description of the picture for screen readers."""
 
     width: float
     height: float
@@ -104,7 +104,7 @@ class Picture:
     shapes: list[Shape] = dataclasses.field(default_factory=list)
 
     def svg(self) -> str:
-        """The picture as a file of its own, in light and in dark."""
+        """Returns the picture as a standalone SVG file, with light and dark colours."""
         inside = "\n".join([f"<style>\n{STYLE}\n</style>", _patterns(), *map(_shape, self.shapes)])
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" class="picture" '
@@ -113,7 +113,7 @@ class Picture:
 
 
 def arrow(points: Sequence[tuple[float, float]], kind: str, head_kind: str, size: float = 9.0) -> list[Shape]:
-    """A line whose last point is the tip of an arrow."""
+    """Returns the shapes of an arrow with its tip at the last point."""
     (x0, y0), (x1, y1) = points[-2:]
     length = math.hypot(x1 - x0, y1 - y0) or 1.0
     dx, dy = (x1 - x0) / length * size, (y1 - y0) / length * size
@@ -123,14 +123,14 @@ def arrow(points: Sequence[tuple[float, float]], kind: str, head_kind: str, size
 
 
 class LabelRow:
-    """Texts at one height: one is drawn only where it touches no other one."""
+    """A row of texts that do not overlap."""
 
     def __init__(self, begin: float, end: float, gap: float = 6.0) -> None:
         self._begin, self._end, self._gap = begin, end, gap
         self._taken: list[tuple[float, float]] = []
 
     def place(self, text: Text) -> list[Shape]:
-        """The text, or nothing if there is no room."""
+        """Returns the text, or nothing if there is no room for it."""
         begin, end = text.span
         if not text.content or begin < self._begin or end > self._end:
             return []
@@ -143,12 +143,12 @@ class LabelRow:
 
 
 def labelled_box(box: Rectangle, labels: Sequence[str], part: tuple[float, float] | None = None) -> list[Shape]:
-    """A box with the first of some labels that fits into it; a line break in a label stays one.
+    """Returns the shapes of a box with the first label that fits into it. Labels may have line breaks.
 
     Args:
-        box: any.
-        labels: what it may say, the longest first.
-        part: from where to where the label may reach, if not over the whole width.
+        box: the box.
+        labels: the possible labels, the longest first.
+        part: left and right limit of the label; None: the whole width.
     """
     look = LOOKS[box.kind]
     shapes: list[Shape] = [box]
@@ -170,7 +170,7 @@ def labelled_box(box: Rectangle, labels: Sequence[str], part: tuple[float, float
 
 
 def _patterns() -> str:
-    """What boxes are covered with."""
+    """Returns the SVG definitions of the patterns."""
     drawn = []
     for pattern, lines in PATTERN_LINES.items():
         path = " ".join(f"M{x0:g} {y0:g}L{x1:g} {y1:g}" for x0, y0, x1, y1 in lines)

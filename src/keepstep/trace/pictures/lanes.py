@@ -1,8 +1,7 @@
 """The lanes of one recovery: the activities of each rank over time, and those common to all ranks.
 
-Phases come from the ranks' own pages, spans of the recovery from the controller's journal. If both cover the same
-moment, a running update takes precedence over a span, and a span over a phase: a survivor that was ordered to stop is
-stopping, in every phase of the step.
+Phases come from the ranks' tag pages, and spans of the recovery from the controller's journal. If both cover the same
+time, a running update has precedence over a span, and a span over any other phase.
 """
 
 from __future__ import annotations
@@ -24,16 +23,17 @@ from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind
 COMPUTING = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimizer"}
 MAX_LANES = 16
 NUM_HEALTHY = 3
-"""Ranks without a failure that are drawn where there are too many."""
+"""Number of drawn ranks without a failure if the world is too large to draw all."""
 LOOK_BACK_S = 60.0
-"""How long before a failure the step may have begun that is drawn before it."""
+"""How far before a failure the picture looks for the start of the previous step."""
 WAITS_RATIO = 3.0
-"""An interrupted phase is drawn as waiting from its last collective on, if that is so many times as long as before."""
+"""An interrupted phase is drawn as a wait from its last collective on, if that part is this many times as long as the
+part before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stretch:
-    """What a rank was at for a while. ``end_s`` may lie in the future of what is known: then it still lasts."""
+    """An activity of a rank. If it still lasts, ``end_s`` may be after the last known time."""
 
     kind: str
     begin_s: float
@@ -45,19 +45,19 @@ class Stretch:
 
 @dataclasses.dataclass(slots=True)
 class Lane:
-    """One rank."""
+    """The lane of one rank."""
 
     rank: int
     stretches: list[Stretch] = dataclasses.field(default_factory=list)
     failed_s: list[float] = dataclasses.field(default_factory=list)
     gone: tuple[float, float] | None = None
-    """From its failure until a replacement held it."""
+    """From the rank's failure until a replacement held it."""
     snapshots: list[DrawnSnapshot] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Takeover:
-    """A worker that had no rank takes one."""
+    """A spare takes a rank."""
 
     worker: int
     rank: int
@@ -66,29 +66,29 @@ class Takeover:
 
 @dataclasses.dataclass(slots=True)
 class Board:
-    """One recovery, ready to be drawn. Seconds on the controller's clock."""
+    """The data of one recovery for drawing. Times are seconds on the job's clock."""
 
     begin_s: float
     zero_s: float
-    """The failure."""
+    """Time of the failure."""
     end_s: float
     lanes: list[Lane]
     num_hidden: int
     takeovers: list[Takeover]
     has_ended: bool
-    """Whether the job has."""
+    """Whether the job has ended."""
     steps: list[tuple[float, float, int, bool]] = dataclasses.field(default_factory=list)
-    """(begin, end, step, whether it had been begun before)."""
+    """(begin, end, step, whether it is recomputed)."""
     recovery: tuple[float, float] = (0.0, 0.0)
     barriers: list[float] = dataclasses.field(default_factory=list)
     states: States = dataclasses.field(default_factory=list)
-    """(begin, end, the step at which the parameters of all survivors are; None while they are being updated)."""
+    """(begin, end, step of the parameters on all survivors; None while they are being updated)."""
     shards: list[ShardBand] = dataclasses.field(default_factory=list)
-    """In the order of the lanes, each with its own states; empty where all ranks hold the same."""
+    """The shards in the order of the lanes, each with its own states. Empty if all ranks hold the same shard."""
 
 
 def without(stretches: Iterable[Stretch], taken: Sequence[tuple[float, float]]) -> Iterator[Stretch]:
-    """Stretches without those times; ``taken`` is sorted, and what is empty is left out."""
+    """Yields the parts of stretches outside of the intervals ``taken``, which must be sorted."""
     for stretch in stretches:
         begin_s = stretch.begin_s
         for taken_s, free_s in taken:
@@ -104,7 +104,7 @@ def without(stretches: Iterable[Stretch], taken: Sequence[tuple[float, float]]) 
 
 
 def merged(phases: Sequence[Stretch], spans: Sequence[Stretch]) -> list[Stretch]:
-    """Both as one sequence by time, in which nothing overlaps."""
+    """Merges both into one sequence without overlaps, sorted by time."""
     updates = sorted((s.begin_s, s.end_s) for s in phases if s.kind == "optimizer")
     spans = list(without(sorted(spans, key=lambda s: s.begin_s), updates))
     taken = [(s.begin_s, s.end_s) for s in spans]
@@ -113,11 +113,11 @@ def merged(phases: Sequence[Stretch], spans: Sequence[Stretch]) -> list[Stretch]
 
 
 def phase_stretches(changes: PhaseArray, until_s: float) -> Iterator[Stretch]:
-    """What one worker was at.
+    """Yields the computing phases of one worker as stretches.
 
     Args:
-        changes: its phase changes by time.
-        until_s: when the last of them had ended.
+        changes: its phase changes, sorted by time.
+        until_s: end of the last phase.
     """
     times = (changes["at_ns"] / 1e9).tolist()
     for number, (change, begin_s) in enumerate(zip(changes, times, strict=True), 1):
@@ -138,7 +138,7 @@ def phase_stretches(changes: PhaseArray, until_s: float) -> Iterator[Stretch]:
 
 
 def _only_waited(change: np.void, follower: np.void | None) -> bool:
-    """Whether most of an interrupted phase was a wait in its last collective."""
+    """Whether a worker spent most of an interrupted phase in its last collective."""
     if follower is None or PHASES[follower["phase"]] is not Phase.UPDATED or PHASES[change["phase"]] is Phase.OPTIMIZER:
         return False
     own_ns = int(follower["entered_ns"]) - int(change["at_ns"])
@@ -146,7 +146,7 @@ def _only_waited(change: np.void, follower: np.void | None) -> bool:
 
 
 def spans_by_rank(scene: Scene) -> dict[int, list[SceneSpan]]:
-    """The spans of each rank, by time."""
+    """Returns rank -> its spans, sorted by time."""
     found: dict[int, list[SceneSpan]] = {}
     for span in scene.spans():
         found.setdefault(span.rank, []).append(span)
@@ -156,16 +156,16 @@ def spans_by_rank(scene: Scene) -> dict[int, list[SceneSpan]]:
 def span_stretches(
     scene: Scene, spans: Iterable[SceneSpan], until_s: float, updates: Sequence[tuple[float, float]]
 ) -> Iterator[Stretch]:
-    """The spans of one rank in a recovery.
+    """Yields the spans of one rank in a recovery as stretches.
 
-    A rank that was synced has usually run its update before its groups are connected, so that what it does afterwards
-    is to send what came of it.
+    A rank whose gradients were synchronised has usually run its update before its groups are reconnected. Then the
+    activity after that is to send its state.
 
     Args:
         scene: the recovery.
-        spans: of the rank.
-        until_s: the end of one that still lasts.
-        updates: when the rank ran updates.
+        spans: the spans of the rank.
+        until_s: end of a span that still lasts.
+        updates: times of the rank's updates.
     """
     for span in spans:
         kind, end_s = span.kind, until_s if span.end_s is None else span.end_s
@@ -176,7 +176,7 @@ def span_stretches(
 
 
 def lost_stretches(scene: Scene, rank: int) -> Iterator[Stretch]:
-    """The time from a rank's failure until the controller learned of it."""
+    """Yields the time from a rank's failure until the controller learned of it."""
     for failure, at_s in scene.failures():
         if failure.rank == rank and at_s < scene.record.begun_s:
             hangs = failure.cause in (Cause.HANG, Cause.STOPPED)
@@ -185,13 +185,13 @@ def lost_stretches(scene: Scene, rank: int) -> Iterator[Stretch]:
 
 
 def vacancy(scene: Scene, rank: int, spans: Sequence[SceneSpan], until_s: float) -> Stretch | None:
-    """The time in which no worker held a rank; None if it was not lost.
+    """Returns the time in which no worker held a rank; None if the rank was not lost.
 
     Args:
         scene: the recovery.
-        rank: its number.
-        spans: of the rank in that recovery.
-        until_s: the end, if it has none yet.
+        rank: the rank.
+        spans: the rank's spans in that recovery.
+        until_s: the end, if the recovery has none yet.
     """
     lost = [(failure, at_s) for failure, at_s in scene.failures() if failure.rank == rank]
     if not lost:
@@ -207,7 +207,12 @@ def vacancy(scene: Scene, rank: int, spans: Sequence[SceneSpan], until_s: float)
 
 
 def board(run: Run, scene: Scene) -> Board:
-    """Puts together what is drawn of one recovery."""
+    """Builds the data for drawing one recovery.
+
+    Args:
+        run: the run, after its `Run.poll`.
+        scene: the recovery.
+    """
     at = scene.number - 1
     earlier = run.scenes[at - 1] if at else None
     if earlier is not None and earlier.overtaken_s is None:
@@ -261,7 +266,7 @@ def _shards(run: Run, found: Board, scene: Scene, computed: Mapping[int, Sequenc
 
 
 def _ranks_of(run: Run, scene: Scene) -> tuple[list[int], int]:
-    """The ranks that are drawn, and how many more there are."""
+    """Returns the ranks to draw, and the number of other ranks."""
     world_size = run.info.settings.world_size
     shards = run.shards or [0] * world_size
     if world_size + len(scene.replacements) <= MAX_LANES:
@@ -284,7 +289,7 @@ def _takeovers(scene: Scene, ranks: Sequence[int]) -> list[Takeover]:
 
 
 def _end_s(run: Run, scene: Scene) -> float:
-    """Where the picture ends: a little after the first step of the new generation."""
+    """Returns the end of the picture: shortly after the first step of the new generation."""
     record, at = scene.record, scene.number - 1
     now_s = max(run.now_s, record.begun_s + 1e-6)
     if record.resumed_s is None:
@@ -298,7 +303,7 @@ def _end_s(run: Run, scene: Scene) -> float:
 def _window(
     run: Run, scene: Scene, earlier: Scene | None, ranks: Sequence[int], end_s: float
 ) -> tuple[float, PhaseArray]:
-    """Where the picture begins: with the step before the one that broke off. And the phase changes of its lanes."""
+    """Returns the start of the picture, the step before the interrupted one, and the phase changes of its lanes."""
     record = scene.record
     step = next((failure.step for failure in record.failures if failure.step is not None), record.stopped_at_step)
     workers = [scene.places[rank][0] for rank in ranks if rank in scene.places]
@@ -324,13 +329,13 @@ def _window(
         found_s = max(earlier.since_s - 0.1 * length_s, scene.since_s - 3 * length_s)
     if found_s is None:
         found_s = scene.since_s - 0.06 * length_s
-    # Clocks of different nodes may disagree: the failure may seem to lie before the step that it struck.
+    # The clocks of nodes may disagree, so the failure may seem to be before the step that it interrupted.
     found_s = min(found_s, scene.since_s - 0.02 * length_s)
     return found_s - 0.01 * (end_s - found_s), changes
 
 
 def _trimmed(scene: Scene, changes: PhaseArray, end_s: float) -> float:
-    """Where the picture ends, if phases say that the first step was over before the controller knew."""
+    """Returns an earlier end of the picture if the first step ended before the controller learned of it."""
     record = scene.record
     new = changes[(changes["generation"] == record.generation) & (changes["step"] == record.resume_step)]
     forward = new[new["phase"] == PHASES.index(Phase.FORWARD)]["at_ns"]
@@ -342,7 +347,7 @@ def _trimmed(scene: Scene, changes: PhaseArray, end_s: float) -> float:
 
 
 def _phases_of(scene: Scene, rank: int, changes: PhaseArray, end_s: float) -> list[Stretch]:
-    """What the holders of a rank were at: the one before the recovery, and the one after it."""
+    """Returns the phases of a rank's workers: of the one before the recovery and of the one after it."""
     record = scene.record
     found: list[Stretch] = []
     before = scene.places.get(rank, (None, ""))[0]
@@ -354,7 +359,7 @@ def _phases_of(scene: Scene, rank: int, changes: PhaseArray, end_s: float) -> li
         until_s = lost_s if worker == before else end_s
         for stretch in phase_stretches(own, until_s):
             is_old = (stretch.generation or 0) < record.generation
-            # What it computes after the order to stop is not committed, except for an update.
+            # A phase after the order to stop is discarded, except an update.
             if is_old and stretch.kind != "optimizer" and stretch.end_s > record.begun_s:
                 stretch = dataclasses.replace(stretch, end_s=max(stretch.begin_s, record.begun_s))
             if worker == before and stretch.end_s == lost_s < end_s:
@@ -365,14 +370,14 @@ def _phases_of(scene: Scene, rank: int, changes: PhaseArray, end_s: float) -> li
 
 
 def _broken_off(scene: Scene, rank: int, stretch: Stretch) -> Stretch:
-    """The last phase of a rank that was lost: an update that broke off counts for no step."""
+    """Returns the last phase of a lost rank. An interrupted update has no step, because the step does not count."""
     if any(failure.rank == rank and failure.cause == Cause.NODE for failure in scene.record.failures):
         return dataclasses.replace(stretch, kind="silent", hint=f"not heard of since the {stretch.hint}", step=None)
     return dataclasses.replace(stretch, step=None) if stretch.kind == "optimizer" else stretch
 
 
 def _tell_steps(found: Board, scene: Scene, computed: Sequence[Stretch]) -> None:
-    """When each step was begun and when the next one was; and where the gradient barriers stood."""
+    """Sets the times of the steps, of the recovery and of the gradient barriers."""
     record = scene.record
     begun: dict[tuple[int, int], float] = {}
     barriers: dict[tuple[int, int], float] = {}
@@ -385,7 +390,7 @@ def _tell_steps(found: Board, scene: Scene, computed: Sequence[Stretch]) -> None
         if stretch.kind == "optimizer" and (key[0] >= record.generation or stretch.begin_s < scene.since_s):
             barriers[key] = min(barriers.get(key, stretch.begin_s), stretch.begin_s)
     order = sorted(begun, key=lambda key: begun[key])
-    # The others may go on for a while when a rank has failed.
+    # The other ranks may continue for a while after a failure.
     went_on = any(key[0] < record.generation and found.zero_s < begun[key] < record.begun_s for key in order)
     since_s = record.begun_s if went_on else found.zero_s
     resumed = [begun[key] for key in order if key[0] >= record.generation and begun[key] > record.begun_s]
@@ -400,7 +405,7 @@ def _tell_steps(found: Board, scene: Scene, computed: Sequence[Stretch]) -> None
 
 
 def _states(found: Board, scene: Scene, computed_by: Mapping[int, Sequence[Stretch]]) -> States:
-    """At which step the parameters of some ranks were, and when they were being updated; those that survived count."""
+    """Returns the step of the parameters of some ranks over time, and when they were being updated."""
     record, states = scene.record, States()
     computed = [stretch for own in computed_by.values() for stretch in own]
     updates: dict[tuple[int, int], tuple[float, float]] = {}

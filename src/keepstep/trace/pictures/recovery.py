@@ -1,4 +1,4 @@
-"""The picture of one recovery: a lane for each rank, time to the right, to scale."""
+"""The picture of one recovery: a lane for each rank, with time to the right, to scale."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ WIDTH, LEFT, RIGHT = 1000, 112, 984
 EDGE = 18
 STEPS_Y, BARRIER_Y, FIRST_LANE = 78, 100, 108
 HEADING = 30
-"""The height of a shard's heading, which shows the state of its parameters."""
+"""Height of a shard's heading, which shows the state of its parameters."""
 INDENT = 10
 FEW = 6
-"""So many lanes are drawn tall."""
+"""Up to this many lanes are drawn tall."""
 LEAST = 0.7
-"""A box is at least so wide, in pixels, so that it is seen; what lasts no time at all is left out."""
+"""Minimum width of a box in pixels, so that it is visible."""
 
 CUT_WIDTH = 10.0
-"""What the mark of a cut takes on either side of it."""
+"""Width of the mark of a cut on either side."""
 
 BOX_LABELS: dict[str, tuple[str, ...]] = {
     "forward": ("forward", "fwd", "F"),
@@ -56,11 +56,11 @@ BOX_LABELS: dict[str, tuple[str, ...]] = {
     "wait": ("waits", "wait"),
     "silent": ("hangs",),
 }
-"""The longest that fits is shown."""
+"""Labels of boxes. The longest that fits is shown."""
 _WARM = ("warm: has built its model, and waits for a rank", "warm: waits for a rank", "warm")
 _STARTING = ("starts and builds its model; the others wait for it", "starts and builds its model", "starts")
 WAITED_S = 0.002
-"""If the decision came later than so long after all survivors stood still, no spare was ready: it waited for one."""
+"""If the decision came later than this after all survivors had stopped, it had to wait for a spare."""
 _LEGEND = {
     "forward": "forward",
     "backward": "backward",
@@ -80,18 +80,18 @@ _BOLT = ((2, -20), (-9, 3), (-2, 3), (-6, 20), (9, -5), (2, -5), (8, -20))
 
 
 def draw_recovery(run: Run, number: int) -> Picture:
-    """Draws one recovery of a run, also one that has not ended.
+    """Draws one recovery of a run. The recovery may still be running.
 
     Args:
-        run: after its `Run.poll`.
-        number: of the recovery, from 1 on.
+        run: the run, after its `Run.poll`.
+        number: number of the recovery, from 1.
     """
     scene = run.scenes[number - 1]
     return _Drawing(board(run, scene), scene).picture()
 
 
 class _Drawing:
-    """One picture as it is put together."""
+    """Builds one picture."""
 
     def __init__(self, seen: Board, scene: Scene) -> None:
         self.board, self.scene = seen, scene
@@ -104,9 +104,9 @@ class _Drawing:
         self.scale = Timescale(seen.begin_s, seen.end_s, LEFT, RIGHT, marks)
         self.lane_height, self.bar = (48, 32) if len(seen.lanes) <= FEW else (28, 22)
         self.tops: list[float] = []
-        """The upper edge of each lane."""
+        """Upper edge of each lane."""
         self.headings: list[float] = []
-        """Of each shard."""
+        """Upper edge of each shard's heading."""
         self.lanes_end = self.place_lanes()
         self.spares_begin = self.lanes_end + (24 if seen.num_hidden else 8)
         self.spares_end = self.spares_begin + len(seen.takeovers) * self.lane_height
@@ -115,7 +115,7 @@ class _Drawing:
         self.legend_y = self.axis_y + (60 if self.scale.cuts else 44)
 
     def place_lanes(self) -> float:
-        """Where each lane begins, those of a shard below its heading; returns where the last one ends."""
+        """Sets the upper edges of lanes and headings. Returns the lower edge of the last lane."""
         y, seen = float(FIRST_LANE), self.board
         for num_lanes in [band.num_ranks for band in seen.shards] or [len(seen.lanes)]:
             if seen.shards:
@@ -138,7 +138,7 @@ class _Drawing:
             *self.barriers(),
         ]
         shapes += [*self.heading(), *self.steps(), *self.cuts(), *legend]
-        # No line goes through a word.
+        # Texts come last, so that no line crosses a word.
         picture.shapes += [shape for shape in shapes if not isinstance(shape, Text)]
         picture.shapes += [shape for shape in shapes if isinstance(shape, Text)]
         picture.shapes += self.bolts()
@@ -167,7 +167,7 @@ class _Drawing:
                 continue
             yield Line(((left + 2, STEPS_Y + 6), (right - 2, STEPS_Y + 6)), "axis")
             for label in labels:
-                # A word may reach a little over its line; it must not touch its neighbours.
+                # A word may be a little wider than its line, but must not touch its neighbours.
                 if text_width(label, "head") <= right - left + 24:
                     placed = row.place(Text((left + right) / 2, STEPS_Y, label, "head", "middle"))
                     yield from placed
@@ -197,7 +197,7 @@ class _Drawing:
         return labelled_box(box, labels, self.widest_part(left, right))
 
     def widest_part(self, left: float, right: float) -> tuple[float, float]:
-        """Of a stretch that may be cut, the part with the most room for a label."""
+        """Returns the widest part between the cuts of a stretch, for its label."""
         edges = [left, *(x for x, _ in self.scale.cuts if left < x < right), right]
         parts = [
             (begin + (CUT_WIDTH if begin != left else 0), end - (CUT_WIDTH if end != right else 0))
@@ -240,7 +240,7 @@ class _Drawing:
             yield from self.takes(x, y, takeover.rank, takeover.worker)
 
     def takes(self, x: float, y: float, rank: int, worker: int) -> list[Shape]:
-        """What the arrow of a spare means: to its right, or to its left where there is more room."""
+        """Returns the label of a spare's arrow: to its right, or to its left if there is no room."""
         labels = (f"takes rank {rank}, as worker {worker}", f"takes rank {rank}")
         if right := fitting(labels, "quiet", RIGHT - x - 9):
             return [Text(x + 9, y + 4, right, "quiet")]
@@ -283,7 +283,7 @@ class _Drawing:
                 yield Polygon(tuple((x + dx * size, y + dy * size) for dx, dy in _BOLT), "bolt")
 
     def cuts(self) -> Iterator[Shape]:
-        """Each cut is a gap in everything, with what is missing above it."""
+        """Draws each cut as a gap across the picture, labelled with the duration that is left out."""
         top, bottom = FIRST_LANE - 2, self.axis_y + 4
         row = LabelRow(LEFT - 8, WIDTH - 6)
         for x, missing_s in self.scale.cuts:
@@ -300,7 +300,7 @@ class _Drawing:
                     break
 
     def bands(self) -> Iterator[Shape]:
-        """The state of the parameters: one band below the lanes, or one in the heading of each shard."""
+        """Draws the state of the parameters: as one band below the lanes, or in the heading of each shard."""
         if self.board.states:
             yield Text(EDGE, self.band_y + 19, "parameters", "name")
             yield from self.band(self.board.states, self.band_y, 28, self.band_y + 41)
@@ -316,7 +316,7 @@ class _Drawing:
                 yield from labelled_box(box, labels, self.widest_part(left, right))
 
     def band(self, states: States, y: float, height: float, label_y: float | None) -> Iterator[Shape]:
-        """One of them; ``label_y``: where it says that an update takes place."""
+        """Draws one band. ``label_y`` is the height of the label "being updated"; None: no such label."""
         row = LabelRow(LEFT - 8, WIDTH - 6)
         for begin_s, end_s, step in states:
             left, right = self.scale.at(begin_s), self.scale.at(end_s)
@@ -331,7 +331,7 @@ class _Drawing:
                 yield from row.place(Text((left + right) / 2, label_y, "being updated", "small", "middle"))
 
     def snapshots(self) -> Iterator[Shape]:
-        """Below the bars of a lane: from when a snapshot began to when it was complete; and when it was loaded."""
+        """Draws the snapshots below the bars of each lane: from start to completion, and when one was loaded."""
         size = 3.5 if self.bar > 24 else 2.5
         for number, lane in enumerate(self.board.lanes):
             y = self.middle(number) + self.bar / 2 + size + 0.5
@@ -360,7 +360,7 @@ class _Drawing:
         yield Text(EDGE, y + 4, "from the failure", "small")
 
     def legend(self) -> tuple[list[Shape], float]:
-        """The legend, and the height of the picture that it ends."""
+        """Returns the legend and the height of the picture."""
         kinds = {s.kind for lane in self.board.lanes for s in lane.stretches if self.is_seen(s)}
         shapes: list[Shape] = []
         x, y = float(EDGE), float(self.legend_y)
@@ -389,7 +389,7 @@ def _diamond(x: float, y: float, size: float) -> Polygon:
 
 
 def _detail(scene: Scene) -> str:
-    """What failed, as a sentence without its point."""
+    """Describes the failure, in a sentence without a full stop."""
     lines = scene.record.detail.strip().splitlines() or ["a recovery"]
     text = lines[0].strip().rstrip(".")
     others = [f.rank for f in scene.record.failures[1:]]
@@ -399,7 +399,7 @@ def _detail(scene: Scene) -> str:
 
 
 def _outcome(scene: Scene, has_ended: bool) -> str:
-    """Where it happened, and what came of it."""
+    """Describes where the failure happened, and how the recovery ended."""
     record = scene.record
     failure = next((f for f in record.failures if f.step is not None), None)
     where = f"{_WHERE.get(failure.phase or '', 'in')} step {failure.step}: " if failure else ""

@@ -13,44 +13,44 @@ _BEGUN, _COMPLETE = MOMENT_INDEX[SnapshotMoment.BEGUN], MOMENT_INDEX[SnapshotMom
 _LOADED = MOMENT_INDEX[SnapshotMoment.LOADED]
 
 LOOK_BACK_S = 600.0
-"""How long ago a snapshot may have been taken that is drawn as the one that was loaded."""
+"""How long before the start of the picture a loaded snapshot may have been taken to be drawn."""
 
 States = list[tuple[float, float, int | None]]
-"""(begin, end, the step at which the parameters of all that live are; None while they are being updated)."""
+"""(begin, end, step of the parameters on all live ranks; None while they are being updated)."""
 
 
 @dataclasses.dataclass(slots=True)
 class ShardBand:
-    """A shard, whose ranks' lanes follow each other."""
+    """A shard in the picture. The lanes of its ranks are consecutive."""
 
     number: int
     num_ranks: int
-    """Of those that are drawn."""
+    """Number of its ranks in the picture."""
     states: States
     gone: tuple[float, float] | None
-    """From the loss of the last rank that held it until the state was there again."""
+    """From the loss of the last rank with this shard until a rank had restored it; None if a rank always held it."""
     origin: str
-    """Where the state came from."""
+    """The source of the restored state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DrawnSnapshot:
-    """One snapshot of a rank. Seconds on the controller's clock; ``end_s`` is None where it was not completed."""
+    """One snapshot of a rank. Times are seconds on the job's clock. ``end_s`` is None if it was not completed."""
 
     step: int
     begin_s: float
     end_s: float | None
     loaded_s: float | None
-    """When the recovery loaded it."""
+    """When the recovery loaded it; None if it did not."""
 
 
 def moments_before(run: Run, begin_s: float, end_s: float) -> PhaseArray:
-    """What became of snapshots in a stretch of time, and in `LOOK_BACK_S` before it."""
+    """Returns the moments of snapshots in a time window and in `LOOK_BACK_S` before it."""
     return run.history.moments(round((begin_s - LOOK_BACK_S) * 1e9), round(end_s * 1e9))
 
 
 def snapshots_of(moments: PhaseArray, rank: int, begin_s: float) -> list[DrawnSnapshot]:
-    """The snapshots of a rank from some time on, and the one that was loaded then, whenever it was taken."""
+    """Returns the snapshots of a rank from ``begin_s`` on, and the one that was loaded, even if it is older."""
     own = moments[moments["rank"] == rank]
     found = []
     loads = own[(own["phase"] == _LOADED) & (own["at_ns"] >= begin_s * 1e9)]
@@ -68,7 +68,7 @@ def snapshots_of(moments: PhaseArray, rank: int, begin_s: float) -> list[DrawnSn
 
 
 def _num_until_next(after: PhaseArray) -> int:
-    """How many moments lie before the next snapshot begins."""
+    """Returns the number of moments before the next snapshot begins."""
     return next((at for at, each in enumerate(after) if each["phase"] == _BEGUN), len(after))
 
 
@@ -78,7 +78,7 @@ def _first(moments: PhaseArray, kind: int, step: int) -> float | None:
 
 
 def gone_of(scene: Scene, ranks: list[int], end_s: float) -> tuple[float, float] | None:
-    """The time in which no live rank held what these ranks hold; None if there was none."""
+    """Returns the time in which none of these ranks of a shard had its state; None if a rank always did."""
     lost_s = {failure.rank: at_s for failure, at_s in scene.failures() if failure.rank in ranks}
     if len(lost_s) < len(ranks):
         return None

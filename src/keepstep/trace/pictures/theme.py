@@ -1,7 +1,7 @@
-"""The style of every kind of shape and text: one table, for style sheets and for pixels.
+"""The style of every kind of shape and text, in one table.
 
-Colours also differ in lightness, and each kind that covers an area has a pattern, so that a picture is readable without
-colour vision and on paper.
+Colours also differ in lightness, and areas have patterns, so that a picture is readable without colour vision and in
+black and white.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FONTS = 'system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif'
 
 
 class Pattern(enum.StrEnum):
-    """What is drawn over an area, in thin lines."""
+    """A pattern of thin lines over an area."""
 
     RISING = "rising"
     FALLING = "falling"
@@ -23,10 +23,10 @@ class Pattern(enum.StrEnum):
 
 
 PATTERN_SIZE = 6.0
-"""A pattern repeats after so many pixels, either way."""
+"""Size of a pattern's tile in pixels."""
 PATTERN_OPACITY = 0.22
 PATTERN_LINES: dict[Pattern, tuple[tuple[float, float, float, float], ...]] = {
-    # The first and last lines of the slanted ones complete the corners of the tile.
+    # The first and last line of a slanted pattern complete the corners of the tile.
     Pattern.RISING: ((-1.5, 1.5, 1.5, -1.5), (0, 6, 6, 0), (4.5, 7.5, 7.5, 4.5)),
     Pattern.FALLING: ((-1.5, 4.5, 1.5, 7.5), (0, 0, 6, 6), (4.5, -1.5, 7.5, 1.5)),
     Pattern.UPRIGHT: ((3, 0, 3, 6),),
@@ -37,7 +37,7 @@ PATTERN_LINES: dict[Pattern, tuple[tuple[float, float, float, float], ...]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """Of an area or a line: colours by day and by night; None for nothing."""
+    """The style of an area or a line. Colours are (light, dark); None draws nothing."""
 
     fill: tuple[str, str] | None = None
     stroke: tuple[str, str] | None = None
@@ -45,12 +45,12 @@ class Look:
     dashes: tuple[float, ...] = ()
     pattern: Pattern | None = None
     ink: str = "on"
-    """The kind of text that can be read on it."""
+    """The kind of text that is readable on it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ink:
-    """Of a text."""
+    """The style of a text. Colours are (light, dark)."""
 
     size: float
     colour: tuple[str, str]
@@ -91,7 +91,7 @@ LOOKS = {
     "rollback": Look(("#57606a", "#5b636e"), pattern=Pattern.UPRIGHT),
     "wait": Look(("#f6f8fa", "#161b22"), ("#afb8c1", "#4d5560"), dashes=(3, 3), ink="under"),
     "silent": Look(("#ffebe9", "#490202"), ("#cf222e", "#f85149"), dashes=(3, 3), ink="under"),
-    # The failure, and who takes the lane.
+    # The failure, and the spare that takes the rank.
     "moment": Look(None, ("#cf222e", "#f85149"), 1.25, (4, 4)),
     "bolt": Look(("#d4a72c", "#d4a72c"), ("#9a6700", "#f0d080")),
     "gone": Look(None, ("#cf222e", "#f85149"), 1.5, (1, 4)),
@@ -139,4 +139,4 @@ def _style() -> str:
 
 
 STYLE = _style()
-"""The style sheet of every picture. It concerns what is inside of an element of the class ``picture``."""
+"""The style sheet of every picture. It applies to elements inside of the class ``picture``."""

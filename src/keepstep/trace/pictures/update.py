@@ -1,4 +1,4 @@
-"""The picture of an update of published weights: a lane for each device, in it a row for each stage."""
+"""The picture of an update of published weights: a lane for each device, with a row for each stage."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from keepstep.trace.weights.publications import Publication, gigabytes
 STAGES = {"h2d": "H2D", "broadcast": "Broadcast", "reload": "Reload"}
 PICTURED_BUCKETS = 12
 MAX_DEVICES = 16
-"""That are drawn: the first ones, as many as tell of their spans."""
+"""Maximum number of drawn devices, those with the lowest ranks."""
 WIDTH, LEFT, RIGHT = 1200, 176, 1180
 FIRST_LANE, ROW_HEIGHT, BAR_HEIGHT = 78, 26, 22
 LANE_HEIGHT = len(STAGES) * ROW_HEIGHT + 18
 
 
 class Work(NamedTuple):
-    """One stage of one device at work on one bucket, in nanoseconds on a clock of the caller's."""
+    """The time that one stage of a device works on one bucket, in nanoseconds on any clock."""
 
     device: int
     stage: str
@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
 
 def draw_last_update(publication: Publication) -> Picture:
-    """Draws the last update that counts of what is published in a folder; it must have spans."""
+    """Draws the last committed update of a publication, which must have spans."""
     devices = publication.last_devices
     begun_s = min(device.committed_span_s[0] for device in devices.values())
     works = [
@@ -44,12 +44,12 @@ def draw_last_update(publication: Publication) -> Picture:
 
 
 def draw_update(works: Sequence[Work], begun_ns: int, title: str) -> Picture:
-    """The first buckets of an update, time to the right.
+    """Draws the first buckets of an update, with time to the right.
 
     Args:
-        works: of all devices; at least one.
-        begun_ns: where time begins.
-        title: stands above it.
+        works: the works of all devices; at least one.
+        begun_ns: time at the left edge.
+        title: title of the picture.
     """
     buckets = list(dict.fromkeys(work.bucket for work in sorted(works, key=lambda work: work.begun_ns)))
     shown = set(buckets[:PICTURED_BUCKETS])

@@ -1,4 +1,4 @@
-"""The clock of a job: all times of its journal use it, also after its controller has moved to another machine.
+"""The clock of a job. All times in its journal use it, even after its controller has moved to another machine.
 
 It starts as the monotonic clock of the machine on which the job starts. A controller that continues on another machine,
 or after a reboot, has another monotonic clock: it adds an offset so that the job's time advances by as much as the wall
@@ -17,11 +17,11 @@ _TIME_NAMESPACE = "/proc/self/ns/time"
 
 
 class JobClock:
-    """What the present time is in a job."""
+    """Reads the present time on a job's clock."""
 
     def __init__(self, offset_ns: int = 0) -> None:
         """Args:
-        offset_ns: how far the job's time is ahead of this machine's monotonic clock.
+        offset_ns: how far the job's clock is ahead of this machine's monotonic clock.
         """
         self.offset_ns = offset_ns
 
@@ -35,8 +35,8 @@ class JobClock:
 
 
 def this_machine() -> str:
-    """Whose monotonic clock this process reads: one start of one kernel, in one time namespace."""
+    """Identifies the monotonic clock of this process: the boot id of the kernel and the time namespace."""
     namespace = ""
-    with contextlib.suppress(OSError):  # a kernel from before 5.6 has none
+    with contextlib.suppress(OSError):  # Linux before 5.6 has no time namespaces
         namespace = os.readlink(_TIME_NAMESPACE)
     return f"{_BOOT.read_text().strip()} {namespace}".strip()

@@ -1,7 +1,7 @@
-"""The journal of a job: a line of JSON for each event, written before any resulting message is sent.
+"""The journal of a job: a line of JSON for each event. The controller writes it before it sends any resulting message.
 
-Each line ends with a checksum of the rest, as one more member of its object, so any JSON reader can read it, and disk
-errors are detected.
+Each line ends with a checksum of the rest, as a member of its JSON object. So any JSON reader can read it, and keepstep
+detects disk errors.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from keepstep.trace.targets import replacing
 
 
 class Journal:
-    """Appends to a journal; a torn last line of an earlier writer is cut off first."""
+    """Appends to a journal. First it removes an incomplete last line of an earlier writer."""
 
     def __init__(self, path: Path, *, is_durable: bool = False) -> None:
         """Args:
-        path: of the journal, which need not exist yet.
-        is_durable: what was written survives the machine too, if its disk does, and can be read on another one.
-            Otherwise it survives the process, which is enough for a controller that only comes back where it was.
+        path: path of the journal, which need not exist yet.
+        is_durable: whether entries must survive a crash of the machine, so that another machine can read them.
+            Otherwise they survive a crash of the process. That is enough if the controller is restarted on this
+            machine only.
         """
         self._file = path.open("ab", buffering=0)
         self._is_durable = is_durable
@@ -33,7 +34,7 @@ class Journal:
         self._encoder = msgspec.json.Encoder()
 
     def write(self, entries: list[JournalEntry]) -> None:
-        """Appends entries; when this returns they are with the operating system, or on the disk."""
+        """Appends entries. When it returns, the operating system has them, or the disk if the journal is durable."""
         if entries:
             data = memoryview(b"".join(_sealed(self._encoder.encode(entry)) + b"\n" for entry in entries))
             while data:
@@ -42,7 +43,7 @@ class Journal:
                 os.fdatasync(self._file.fileno())
 
     def close(self) -> None:
-        """Ends the journal."""
+        """Closes the file."""
         self._file.close()
 
     def __enter__(self) -> Journal:
@@ -55,13 +56,13 @@ class Journal:
 
 
 def take_over(path: Path) -> list[JournalEntry]:
-    """Puts a copy in the place of a journal, and returns its entries, oldest first.
+    """Replaces a journal by a copy, and returns its entries, oldest first.
 
-    An earlier writer may only have stood still: what it still writes goes into the file that it has open, and no
-    process reads that file any more.
+    An earlier writer may only have been stopped. If it continues, it writes to its old file, which no process reads any
+    more.
 
     Raises:
-        ConfigurationError: a line cannot be read, or the file cannot; naming file and line.
+        ConfigurationError: the file or a line cannot be read; the message names file and line.
     """
     try:
         data = path.read_bytes()
@@ -75,16 +76,16 @@ def take_over(path: Path) -> list[JournalEntry]:
 
 
 def read(path: Path) -> list[JournalEntry]:
-    """All entries of a journal, oldest first. A torn last line was never acted upon, and is left away.
+    """Returns all entries of a journal, oldest first. It skips an incomplete last line: no message followed from it.
 
     Raises:
-        ConfigurationError: a line cannot be read, or the file cannot; naming file and line.
+        ConfigurationError: the file or a line cannot be read; the message names file and line.
     """
     return JournalTail(path).read()
 
 
 class JournalTail:
-    """Reads a journal to its present end, and goes on from there when asked again."""
+    """Reads a journal while it grows: each call reads up to the present end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,10 +94,10 @@ class JournalTail:
         self._num_lines = 0
 
     def read(self) -> list[JournalEntry]:
-        """The whole lines that have been written since the last call.
+        """Returns the entries of the complete lines since the last call.
 
         Raises:
-            ConfigurationError: a line cannot be read, or the file cannot; naming file and line.
+            ConfigurationError: the file or a line cannot be read; the message names file and line.
         """
         try:
             with self.path.open("rb") as file:

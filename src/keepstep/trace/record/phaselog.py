@@ -1,7 +1,7 @@
-"""The log of phase changes in a run's folder: segments of frames, bounded in size, readable while they grow.
+"""The log of phase changes in a run's folder: segments of bounded size, which can be read while they grow.
 
-A frame is a `PhasesObserved` as an agent sent it; its records are laid out as `PHASE_DTYPE`. No decision depends on the
-log, so a full disk ends the log and not the job.
+A segment is a sequence of frames. A frame is a `PhasesObserved` as the agent has sent it. Its records have the layout
+of `PHASE_DTYPE`. No decision depends on the log: if the disk is full, logging stops and the job continues.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from keepstep.transports.framing import FrameDecoder, frame
 PHASE_DTYPE = np.dtype(
     [
         ("at_ns", "<i8"),  # when the worker entered the phase, on the controller's monotonic clock
-        ("entered_ns", "<i8"),  # when it had last begun a collective; of a moment the bytes of its snapshot
+        ("entered_ns", "<i8"),  # when it last began a collective; for a moment, its snapshot's bytes
         ("step", "<i8"),
         ("generation", "<i4"),
         ("worker", "<i4"),
-        ("rank", "<i4"),  # of the worker when this was gathered; NO_RANK for a spare
+        ("rank", "<i4"),  # the worker's rank when the agent read it; NO_RANK for a spare
         ("phase", "<i4"),  # index into PHASES; from len(PHASES) on a moment, as in MOMENT_INDEX
     ]
 )
@@ -37,19 +37,19 @@ PhaseArray = NDArray[np.void]
 
 SEGMENT_BYTES = 8 << 20
 NUM_RECENT = 4
-"""The newest so many segments are kept, marked or not."""
+"""Number of newest segments that are kept even without a mark."""
 MAX_SEGMENTS = 32
-"""256 MiB: a day of 8 ranks at a step a second, ten minutes of 1,024 ranks at two; and what was marked before."""
+"""256 MiB: a day of 8 ranks at one step per second, or ten minutes of 1,024 ranks at two; marked segments included."""
 
 
 def from_ring(ring: bytes, worker: int, rank: int | None, offset_ns: int) -> PhaseArray:
-    """What a tag page's ring holds, as records of the log.
+    """Converts entries of a tag page's ring buffer to records of the log.
 
     Args:
-        ring: as `keepstep.shared.tagpage.TagReader.copy_since` gives it.
-        worker: whose page it is.
-        rank: that the worker holds; None for a spare.
-        offset_ns: from the node's clock to the controller's.
+        ring: the entries, as `keepstep.shared.tagpage.TagReader.copy_since` returns them.
+        worker: number of the page's worker.
+        rank: the worker's rank; None for a spare.
+        offset_ns: added to times of the node's clock to get the controller's.
     """
     words = np.frombuffer(ring, "<i8").reshape(-1, EVENT_BYTES // 8)
     records = np.empty(len(words), PHASE_DTYPE)
@@ -62,10 +62,10 @@ def from_ring(ring: bytes, worker: int, rank: int | None, offset_ns: int) -> Pha
 
 
 def records_of(observed: PhasesObserved) -> PhaseArray:
-    """The records in a message; they share its memory and cannot be written.
+    """Returns the records of a message as a read-only view of its memory.
 
     Raises:
-        RemoteProtocolError: they are no records.
+        RemoteProtocolError: the message does not contain valid records.
     """
     if len(observed.phases) % PHASE_DTYPE.itemsize:
         raise RemoteProtocolError(f"node {observed.node}: {len(observed.phases)} bytes are no whole records of phases")
@@ -76,22 +76,22 @@ def records_of(observed: PhasesObserved) -> PhaseArray:
 
 
 def phases_in(records: PhaseArray) -> PhaseArray:
-    """The phase changes among records."""
+    """Returns the phase changes among records."""
     return records[records["phase"] < len(PHASES)]
 
 
 def moments_in(records: PhaseArray) -> PhaseArray:
-    """The moments among records."""
+    """Returns the moments among records."""
     return records[records["phase"] >= len(PHASES)]
 
 
 def segments(folder: Path) -> list[Path]:
-    """The segments that are there, oldest first."""
+    """Returns the paths of all segments, oldest first."""
     return sorted(folder.glob("*.frames"))
 
 
 class PhaseLog:
-    """Writes the log. When it has grown too large, old segments are removed: first those without a mark."""
+    """Writes the log. When it is too large, it removes old segments, those without a mark first."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ class PhaseLog:
         self._begin_segment()
 
     def write(self, observed: PhasesObserved) -> None:
-        """Appends what a node has sent; when this returns it is with the operating system."""
+        """Appends the message of a node. When it returns, the operating system has the data."""
         if self._size >= SEGMENT_BYTES:
             self._begin_segment()
         data = frame(observed)
@@ -114,11 +114,11 @@ class PhaseLog:
             view = view[os.write(self._file, view) :]
 
     def mark(self) -> None:
-        """Something happens now that will be looked at: what is around it is kept longest."""
+        """Marks the current segment and its neighbours, so that they are kept longest. Call it at a recovery."""
         self._marked |= {self._number - 1, self._number, self._number + 1}
 
     def close(self) -> None:
-        """Ends the log."""
+        """Closes the current segment."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -138,7 +138,7 @@ class PhaseLog:
 
 @dataclasses.dataclass(slots=True)
 class PhaseTail:
-    """Reads the log to its present end, and goes on from there when asked again."""
+    """Reads the log while it grows: each call reads up to the present end."""
 
     folder: Path
     _path: Path | None = None
@@ -146,10 +146,10 @@ class PhaseTail:
     _decoder: FrameDecoder = dataclasses.field(default_factory=FrameDecoder)
 
     def read(self) -> Iterator[tuple[Path, PhasesObserved]]:
-        """What has been written since the last call, each message with the segment it lies in.
+        """Yields the messages since the last call, each with the path of its segment.
 
         Raises:
-            RemoteProtocolError: a segment holds something else.
+            RemoteProtocolError: a segment contains another message.
         """
         while True:
             if self._file >= 0:
@@ -158,7 +158,7 @@ class PhaseTail:
             if following is None:
                 return
             if self._file >= 0:
-                yield from self._rest()  # what was written between the last look and the new segment
+                yield from self._rest()  # the last messages before the writer began the new segment
             self._open(following)
 
     def _rest(self) -> Iterator[tuple[Path, PhasesObserved]]:
@@ -172,21 +172,21 @@ class PhaseTail:
     def _open(self, path: Path) -> None:
         self.close()
         self._path, self._decoder = path, FrameDecoder()
-        with contextlib.suppress(FileNotFoundError):  # it was removed just now: on to the next one
+        with contextlib.suppress(FileNotFoundError):  # the writer has just removed it; continue with the next
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Closes the segment that is being read."""
+        """Closes the current segment."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 def read_segment(path: Path) -> PhaseArray:
-    """All records of one segment; none if it has been removed.
+    """Returns all records of one segment; none if it has been removed.
 
     Raises:
-        RemoteProtocolError: it holds something else.
+        RemoteProtocolError: the segment contains invalid data.
     """
     try:
         data = path.read_bytes()

@@ -15,18 +15,20 @@ from keepstep.trace.record.phaselog import PhaseLog, records_of
 from keepstep.trace.weights.publications import Publications
 
 Listener = Callable[[list[JournalEntry]], None]
-"""Told of entries right after they were written into the journal."""
+"""Called with entries right after they were written to the journal."""
 
 
 class Recorder:
-    """The journal, without which nothing goes on; the log of phases and what is known of published weights, without
-    which everything does."""
+    """Writes the journal, the log of phases and the state of published weights.
+
+    Errors of the journal propagate to the caller. Errors of the other two are printed, and the job continues.
+    """
 
     def __init__(self, folder: Path, listener: Listener | None = None, *, is_durable: bool = False) -> None:
         """Args:
-        folder: of the run.
-        listener: told of what was written.
-        is_durable: the journal must be readable on other machines, even when this one is gone.
+        folder: the folder of the run.
+        listener: called with entries that were written.
+        is_durable: see `Journal`.
         """
         self._listener = listener
         self._journal = Journal(folder / runfolder.JOURNAL, is_durable=is_durable)
@@ -40,22 +42,22 @@ class Recorder:
             self._give_up_phases(error)
 
     def decided(self, entries: list[JournalEntry]) -> None:
-        """Entries of the journal; when this returns they are written."""
+        """Writes entries to the journal. When it returns, they are written. Then it calls the listener."""
         self._journal.write(entries)
         if self._phases is not None and any(isinstance(order, Stop) for e in entries for _, order, _ in e.orders):
             self._phases.mark()
         if self._listener is not None:
             try:
                 self._listener(entries)
-            except Exception as error:  # a listener must not end the job, with any error
+            except Exception as error:  # no error of a listener may end the job
                 self._listener = None
                 print(f"keepstep: a listener failed and gets no more events: {error!r}", file=sys.stderr, flush=True)
 
     def observed(self, phases: PhasesObserved) -> None:
-        """What the workers of a node went through.
+        """Writes phase changes of a node's workers to the log.
 
         Raises:
-            RemoteProtocolError: it holds something else.
+            RemoteProtocolError: the message does not contain valid records.
         """
         records_of(phases)
         if self._phases is not None:
@@ -65,12 +67,12 @@ class Recorder:
                 self._give_up_phases(error)
 
     def published(self, node: str, news: WeightsObserved) -> None:
-        """What a rank of a node tells of the weights that it publishes; `show_weights` writes it."""
+        """Processes a rank's report on the weights that it publishes. `show_weights` writes the result."""
         self._publications.take(node, news)
         self._is_shown = False
 
     def show_weights(self) -> None:
-        """Writes what is known of published weights, if there is anything new."""
+        """Writes the state of published weights to the folder, if it has changed."""
         if self._is_shown:
             return
         try:

@@ -37,34 +37,35 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a run from its start on; `run.json`."""
+    """The metadata of a run, in `run.json`."""
 
     run: str
-    """Random: two runs in one folder, one after the other, are told apart by it."""
+    """Random identifier, which distinguishes successive runs in one folder."""
     command: tuple[str, ...]
     version: str
     node: str
     pid: int
     settings: RecoverySettings
     started_ns: int
-    """On the job's clock (`keepstep.trace.record.jobclock`), as all times of the journal and of the log of phases."""
+    """Start on the job's clock (`keepstep.trace.record.jobclock`), like all times of the journal and the phase log."""
     started_unix_ns: int
-    """The same moment on the clock on the wall."""
+    """Start in Unix time."""
     machine: str = ""
-    """Whose monotonic clock the job's present controller reads."""
+    """Identifies the monotonic clock of the current controller; see `this_machine`."""
     clock_offset_ns: int = 0
-    """What that controller adds to it to get the job's clock."""
+    """The current controller adds this to its monotonic clock to get the job's clock."""
     ended: Ended | None = None
 
     def unix_ns(self, at_s: float) -> int:
-        """A time of the journal or of the log of phases, on the clock on the wall as it went when the run began."""
+        """Converts a time of the journal or the phase log, in seconds, to Unix time as it was at the run's start."""
         return self.started_unix_ns + round(at_s * 1e9) - self.started_ns
 
     def clock(self, last_s: float | None = None) -> JobClock:
-        """The job's clock, as well as this machine can know it.
+        """Returns the job's clock. On another machine, or after a reboot, it is derived from the wall clock.
 
         Args:
-            last_s: the time of the last entry of the journal, for a controller that continues from there.
+            last_s: the time of the journal's last entry, for a controller that continues the run. The clock is after
+                it.
         """
         offset_ns = self.clock_offset_ns
         if self.machine != this_machine():
@@ -75,7 +76,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_run(command: tuple[str, ...], node: str, settings: RecoverySettings) -> RunInfo:
-    """The metadata of a run that starts now."""
+    """Returns the metadata of a run that starts now."""
     return RunInfo(
         run=secrets.token_hex(6),
         command=command,
@@ -90,12 +91,12 @@ def new_run(command: tuple[str, ...], node: str, settings: RecoverySettings) -> 
 
 
 def goes_on(info: RunInfo, node: str, last_s: float | None) -> RunInfo:
-    """The metadata of a run whose controller is this process from now on.
+    """Returns the metadata of a run that this process continues as its controller.
 
     Args:
-        info: what was known of it before.
+        info: the metadata so far.
         node: the name of this machine.
-        last_s: the time of the last entry of its journal, None if that is empty.
+        last_s: the time of the journal's last entry; None if it is empty.
     """
     offset_ns = info.clock(last_s).offset_ns
     return msgspec.structs.replace(
@@ -105,15 +106,15 @@ def goes_on(info: RunInfo, node: str, last_s: float | None) -> RunInfo:
 
 @contextlib.contextmanager
 def occupied(folder: Path, *, is_displacing: bool = False) -> Iterator[None]:
-    """Holds a folder for one job, for as long as its process lives.
+    """Locks a folder for one job until the block exits or the process dies.
 
     Args:
-        folder: of the run.
-        is_displacing: the process that holds it has lost the run's lease to this one, and may be stopped or on
-            another machine: the lock is replaced together with its file.
+        folder: the folder of the run.
+        is_displacing: whether another process, stopped or on another machine, may hold the lock after it has lost the
+            run's lease to this one. Then the lock file is replaced.
 
     Raises:
-        ConfigurationError: another job runs there.
+        ConfigurationError: another job holds the lock.
     """
     lock = folder / _LOCK
     name = f"{_LOCK}.{secrets.token_hex(4)}" if is_displacing else _LOCK
@@ -146,14 +147,14 @@ def is_occupied(folder: Path) -> bool:
 
 
 def begin(folder: Path, info: RunInfo) -> None:
-    """A run begins in a folder that is occupied for it. What an earlier one left there is moved aside."""
+    """Writes the metadata of a new run to its locked folder. Moves the files of an earlier run aside."""
     if (folder / INFO).exists() or (folder / JOURNAL).exists():
         move_aside(folder, (INFO, JOURNAL, PHASES, START_UP, STORE, WEIGHTS))
     write(folder, info)
 
 
 def move_aside(folder: Path, names: Sequence[str]) -> None:
-    """Moves what an earlier run left under some names into a fresh folder next to it; nothing if nothing is there."""
+    """Moves an earlier run's files with these names to a new subfolder ``earlier-N``, if there are any."""
     there = [name for name in names if (folder / name).exists()]
     if there:
         number = next(n for n in range(1, 1 << 30) if not (folder / _EARLIER.format(n)).exists())
@@ -164,20 +165,20 @@ def move_aside(folder: Path, names: Sequence[str]) -> None:
 
 
 def write(folder: Path, info: RunInfo) -> None:
-    """Writes `run.json`, whole or not at all."""
+    """Writes `run.json` atomically."""
     write_whole(folder / INFO, msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
 
 
 def end(folder: Path, info: RunInfo, exit_code: int, reason: str, at_ns: int) -> None:
-    """The run has ended, at a time of the controller's monotonic clock."""
+    """Records the end of the run in `run.json`. ``at_ns`` is on the job's clock."""
     write(folder, msgspec.structs.replace(info, ended=Ended(exit_code, reason, at_ns)))
 
 
 def read_info(folder: Path) -> RunInfo:
-    """What is known of the run in a folder.
+    """Reads the metadata of the run in a folder.
 
     Raises:
-        ConfigurationError: there is none, or it cannot be read.
+        ConfigurationError: there is no run, or its metadata cannot be read.
     """
     path = folder / INFO
     try:
@@ -189,12 +190,12 @@ def read_info(folder: Path) -> RunInfo:
 
 
 def newest_run(folder: Path) -> Path:
-    """The folder itself if a run is recorded in it, else of its sub-folders the one whose run began last.
+    """Returns the folder itself if it contains a run; else its subfolder with the newest run.
 
-    A drill has two runs in one folder, one after the other.
+    The folder of a drill contains two runs.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no run.
     """
     if (folder / INFO).exists():
         return folder

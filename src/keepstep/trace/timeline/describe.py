@@ -11,11 +11,16 @@ from keepstep.protocol.recovery.placement.quarantine import Place
 from keepstep.protocol.recovery.records import Origin, RecoveryRecord
 
 PARTS = ("detect", "stop", "decide", "reset", "restore", "resume", "gap")
-"""Of a recovery, as `describe_recovery` names them; the gap is all of it."""
+"""Names of the parts of a recovery in `describe_recovery`. The gap is the whole time from the failure on."""
 
 
 def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = None) -> dict[str, Any]:
-    """The report as plain data; the same shape for ``--report``, ``keepstep status`` and the drill."""
+    """Returns the report as plain data, in the same form for ``--report``, ``keepstep status`` and the drill.
+
+    Args:
+        machine: the recovery machine of the job.
+        status: entries of the workers, which are added to the report if they are given.
+    """
     report: dict[str, Any] = {
         "stage": str(machine.stage),
         "initialised": machine.progress.is_initialised,
@@ -42,7 +47,7 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
 
 
 def _shards(machine: RecoveryMachine) -> dict[str, int]:
-    """Ranks of equal numbers hold the same part of the state; empty where all ranks hold the same."""
+    """Returns rank -> number of its shard; empty if all ranks hold the same shard."""
     membership = machine.membership
     if membership is None or len(membership.shards) == 1:
         return {}
@@ -50,7 +55,7 @@ def _shards(machine: RecoveryMachine) -> dict[str, int]:
 
 
 def describe_recovery(record: RecoveryRecord) -> dict[str, Any]:
-    """One recovery as plain data. Milliseconds are None for a part that was not reached."""
+    """Returns one recovery as plain data. The milliseconds of a part that was not reached are None."""
     return {
         "generation": record.generation,
         "cause": record.cause,
@@ -71,7 +76,7 @@ def describe_recovery(record: RecoveryRecord) -> dict[str, Any]:
 
 
 def loaded_text(record: RecoveryRecord) -> str:
-    """Which ranks went back to what they had saved, in a few words: "rank 1 from a snapshot in memory"; or nothing."""
+    """Returns which ranks loaded a snapshot or checkpoint, such as "rank 1 from a snapshot in memory"; may be empty."""
     origins = record.origins()
     parts = []
     for origin, many in ((Origin.SNAPSHOT, "snapshots in memory"), (Origin.CHECKPOINT, "checkpoints")):
@@ -84,5 +89,5 @@ def loaded_text(record: RecoveryRecord) -> str:
 
 
 def as_json(report: dict[str, Any]) -> bytes:
-    """A report as people and programs read it."""
+    """Encodes a report as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2)

@@ -1,4 +1,4 @@
-"""The controller's events and decisions with its reasons, for display and for the log."""
+"""The controller's events, and its decisions with their reasons, for display and for the log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keepstep.trace.timeline.scene import is_over
 
 
 class ControlEvent(NamedTuple):
-    """One event. ``at_s`` is on the controller's monotonic clock; rank, step and node are None where there is none."""
+    """One event. ``at_s`` is on the job's clock. Rank, step and node are None if the event does not have them."""
 
     at_s: float
     kind: str
@@ -45,11 +45,11 @@ _ORDERS: dict[type[msg.AgentOrder], tuple[str, str]] = {
 
 
 class Teller:
-    """Tells what entries of a journal mean, one after the other."""
+    """Derives events from the entries of a journal."""
 
     def __init__(self, job: RecoveryMachine) -> None:
         """Args:
-        job: the machine that lives through the entries; each is told after it has.
+        job: the machine that replays the entries. The caller replays each entry before it calls `tell`.
         """
         self._job = job
         self._num_records = 0
@@ -59,7 +59,7 @@ class Teller:
         self._num_standstills = 0
 
     def tell(self, entry: JournalEntry) -> list[ControlEvent]:
-        """What came with one entry, in the order of cause and effect."""
+        """Returns the events of one entry, causes before effects."""
         told = [self._seen, self._failed, self._kept_apart, self._stood, self._decided, self._recovered]
         return [event for tell in told for event in tell(entry)]
 
@@ -94,7 +94,7 @@ class Teller:
                 pass
 
     def _failed(self, entry: JournalEntry) -> Iterator[ControlEvent]:
-        """Ranks that were lost; a recovery may have more of them as it goes on."""
+        """Yields an event for each newly lost rank. Further ranks may be lost during a recovery."""
         records = self._job.records
         if len(records) > self._num_records:
             self._num_records, self._num_failures, self._has_resumed = len(records), 0, False
@@ -116,7 +116,7 @@ class Teller:
             self._num_failures = len(records[-1].failures)
 
     def _kept_apart(self, entry: JournalEntry) -> Iterator[ControlEvent]:
-        """Nodes and devices that have come into quarantine."""
+        """Yields an event for each node or device that is new in quarantine."""
         held = self._job.quarantine.held
         for place in held.keys() - self._held:
             yield ControlEvent(
@@ -126,14 +126,14 @@ class Teller:
         self._held = set(held)
 
     def _stood(self, entry: JournalEntry) -> Iterator[ControlEvent]:
-        """Ranks that wait for others for long, and where all of them are."""
+        """Yields an event if ranks have waited for others for a long time."""
         standstill = self._job.standstill
         if standstill.num_told > self._num_standstills:
             self._num_standstills = standstill.num_told
             yield ControlEvent(entry.at_s, "ranks wait", "warning", standstill.told, entry.generation)
 
     def _decided(self, entry: JournalEntry) -> Iterator[ControlEvent]:
-        """Orders; those of one kind that were given for one reason are one event."""
+        """Yields an event for each kind and reason of orders."""
         together: dict[tuple[str, str, str], list[tuple[str | None, msg.AgentOrder]]] = {}
         for node, order, reason in entry.orders:
             if type(order) in _ORDERS:
@@ -160,12 +160,12 @@ class Teller:
 
 
 def quarantine_text(place: Place, why: str) -> str:
-    """What is kept apart, in a sentence."""
+    """Describes a quarantined node or device in a sentence."""
     return f"{place} is in quarantine, and used only when no other spare is left: it {why}"
 
 
 def recovery_text(record: RecoveryRecord) -> str:
-    """One recovery in a sentence."""
+    """Describes a recovery in a sentence."""
     gap_ms = record.milliseconds()["gap"]
     if gap_ms is None:
         return f"{record.detail}; another failure interrupted this recovery"

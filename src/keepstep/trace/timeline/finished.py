@@ -1,4 +1,4 @@
-"""Finished recoveries, each reported once: for counters and exporters, which cannot revise values."""
+"""Finished recoveries, each reported once, for counters and exporters that cannot revise values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from keepstep.trace.timeline.scene import Scene
 
 
 class FinishedScenes:
-    """Tells of each recovery once: when training has resumed, another failure overtook it, or the job has ended.
+    """Returns each recovery once: when training has resumed, another failure has superseded it, or the job has ended.
 
-    Until then its cause may still be renamed, for how a process ended is known later than that it did.
+    Until then its cause may still change, because the controller learns late how a process has ended.
     """
 
     def __init__(self, run: Run) -> None:
@@ -19,10 +19,10 @@ class FinishedScenes:
         self._was_dead = False
 
     def take(self, is_over: bool = False) -> list[Scene]:
-        """Those whose end has become known since the last call, oldest first. To be asked after each poll.
+        """Returns the recoveries that have finished since the last call, oldest first. Call it after each poll.
 
         Args:
-            is_over: whether the caller knows that the job is over.
+            is_over: whether the caller knows that the job has ended.
         """
         scenes, is_over = self._run.scenes, is_over or self._is_over()
         first = self._num_told
@@ -31,6 +31,6 @@ class FinishedScenes:
         return scenes[first : self._num_told]
 
     def _is_over(self) -> bool:
-        """Whether nothing follows any more. What a launcher wrote before it died is read by the poll after that."""
+        """Whether the job has ended. If the launcher died, only after one more poll, which reads its last entries."""
         was_dead, self._was_dead = self._was_dead, not self._run.is_alive
         return self._run.info.ended is not None or self._run.job.stage is Stage.ENDED or was_dead

@@ -12,27 +12,27 @@ Stretch = tuple[float, float]
 
 
 class Ledger:
-    """What recoveries have cost: one stretch of time for each that was not overtaken by the next one.
+    """The time that recoveries have cost, as one stretch for each recovery together with those that it superseded.
 
-    A stretch begins with the step that was computed for nothing, or with the failure where no step was. It ends where
-    the first step afterwards begins; that step itself counts as training.
+    A stretch begins with the step that has to be recomputed, or with the failure if there is none. It ends where the
+    first step after the recovery begins; that step itself counts as training.
     """
 
     def __init__(self, scenes: Sequence[Scene], pace: Pace) -> None:
         """Args:
-        scenes: every recovery, oldest first; may grow, and change as long as they have no end.
-        pace: of the same run.
+        scenes: every recovery, oldest first. The list may grow, and a recovery may change until it has an end.
+        pace: the pace of the same run.
         """
         self._scenes = scenes
         self._pace = pace
         self._closed: list[Stretch] = []
-        """Kept, because ``pace`` forgets when old steps began."""
+        """Completed stretches. They are stored, because ``pace`` drops the start times of old steps."""
         self._num_closed = 0
-        """How many scenes they are of."""
+        """Number of scenes in the completed stretches."""
         self._closed_s = 0.0
 
     def lost(self, now_s: float) -> list[Stretch]:
-        """All stretches; one that is not over ends now."""
+        """Returns all stretches. An open one ends at ``now_s``."""
         open_since_s: float | None = None
         for number in range(self._num_closed, len(self._scenes)):
             scene = self._scenes[number]
@@ -57,7 +57,7 @@ class Ledger:
         return scene.since_s
 
     def goodput(self, now_s: float) -> float | None:
-        """The share of the time since training began that was not lost; None before."""
+        """Returns the share of the time since training began that was not lost; None before training."""
         begun_ns = self._pace.first_forward_ns
         if begun_ns is None or now_s <= begun_ns / 1e9:
             return None

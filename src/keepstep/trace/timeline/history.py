@@ -20,14 +20,14 @@ from keepstep.trace.record.phaselog import (
 )
 
 IN_MEMORY = 2_000_000
-"""Records; 80 MB."""
+"""Maximum number of records in memory, 80 MB."""
 LEAD_NS = 60_000_000_000
-"""How far before a window the last change of each worker is looked for."""
+"""How far before a window `PhaseHistory.window` looks for the last change of each worker."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Chunk:
-    """One segment of the log: its records, unless there are too many in memory, and the time that they span."""
+    """One segment of the log and the time that it spans. ``parts`` is None if its records are not in memory."""
 
     path: Path
     parts: list[PhaseArray] | None
@@ -52,19 +52,19 @@ class _Chunk:
 
 
 class PhaseHistory:
-    """Follows a log of phases."""
+    """All records of a phase log, which may still grow."""
 
     def __init__(self, folder: Path) -> None:
         self._tail = PhaseTail(folder)
         self._chunks: list[_Chunk] = []
         self.error_ns: dict[str, int] = {}
-        """node -> how far its times may be from the controller's, either way."""
+        """node -> maximum error of its times relative to the controller's clock, either way."""
 
     def poll(self) -> PhaseArray:
-        """Reads what is new and returns it, phase changes and moments, by time of arrival.
+        """Reads the new records. Returns them, phase changes and moments, in order of arrival.
 
         Raises:
-            RemoteProtocolError: the log holds something else.
+            RemoteProtocolError: the log contains invalid data.
         """
         found: list[PhaseArray] = []
         for path, message in self._tail.read():
@@ -91,21 +91,21 @@ class PhaseHistory:
 
     @property
     def end_ns(self) -> int:
-        """The time of the newest change; 0 while there is none."""
+        """Time of the newest record; 0 if there is none."""
         return max((chunk.end_ns for chunk in self._chunks), default=0)
 
     @property
     def num(self) -> int:
-        """How many records the log still has."""
+        """Number of records read so far."""
         return sum(chunk.num for chunk in self._chunks)
 
     def window(self, begin_ns: int, end_ns: int, lead: bool = True) -> PhaseArray:
-        """The changes in a stretch of time, by time.
+        """Returns the phase changes in a time window, sorted by time.
 
         Args:
-            begin_ns: its beginning.
-            end_ns: its end, which does not belong to it.
-            lead: whether the last change of each worker before it belongs to it as well: what it was in when it began.
+            begin_ns: its start.
+            end_ns: its end (exclusive).
+            lead: whether to include each worker's last change before the window, which is its phase at the start.
         """
         found = phases_in(self._between(begin_ns - LEAD_NS if lead else begin_ns, end_ns))
         if not lead or not len(found):
@@ -115,12 +115,12 @@ class PhaseHistory:
         return np.concatenate([found[np.sort(first - 1 - from_the_end)], found[first:]])
 
     def records(self, begin_ns: int, end_ns: int) -> PhaseArray:
-        """What `window` and `moments` have, by time."""
+        """Returns the records of `window` and `moments`, sorted by time."""
         found = np.concatenate([self.window(begin_ns, end_ns), self.moments(begin_ns, end_ns)])
         return found[np.argsort(found["at_ns"], kind="stable")]
 
     def moments(self, begin_ns: int, end_ns: int) -> PhaseArray:
-        """The moments in a stretch of time, by time; its end does not belong to it."""
+        """Returns the moments in a time window, sorted by time. The end is exclusive."""
         return moments_in(self._between(begin_ns, end_ns))
 
     def _between(self, begin_ns: int, end_ns: int) -> PhaseArray:
@@ -135,7 +135,7 @@ class PhaseHistory:
         return found[np.argsort(found["at_ns"], kind="stable")]
 
     def in_turn(self, num: int = 500_000) -> Iterator[PhaseArray]:
-        """All changes, stretch of time by stretch of time, each by time and with about ``num`` of them."""
+        """Yields all phase changes in consecutive time windows of about ``num`` changes, each sorted by time."""
         chunks = [chunk for chunk in self._chunks if chunk.num]
         if not chunks:
             return
@@ -145,7 +145,7 @@ class PhaseHistory:
             yield self.window(at_ns, min(at_ns + step_ns, end_ns), lead=False)
 
     def newest(self, num: int) -> PhaseArray:
-        """About so many of the newest changes, by time."""
+        """Returns up to ``num`` of the newest phase changes, sorted by time."""
         parts: list[PhaseArray] = []
         for chunk in reversed(self._chunks):
             parts.insert(0, phases_in(chunk.records()))

@@ -10,26 +10,26 @@ from keepstep.protocol.controller import JournalEntry, ReportsReceived
 
 @dataclasses.dataclass(slots=True)
 class Life:
-    """One worker, as the controller heard of it; seconds on its clock, None for what was not heard of."""
+    """When the controller received reports of one worker's life, in seconds on the job's clock; None if it has not."""
 
     started_s: float | None = None
     warm_s: float | None = None
-    """It stood at its first step, or at the line that needs its rank."""
+    """The worker waited at its first step, or at the line that needs its rank."""
     ended_s: float | None = None
 
 
 class Lives:
-    """Every worker there ever was."""
+    """The lives of all workers of the job, including ended ones."""
 
     def __init__(self) -> None:
         self._lives: dict[int, Life] = {}
 
     def of(self, worker: int) -> Life:
-        """What is known of a worker."""
+        """Returns the life of a worker."""
         return self._lives.setdefault(worker, Life())
 
     def take(self, entry: JournalEntry) -> None:
-        """An entry of the journal."""
+        """Processes an entry of the journal."""
         if not isinstance(entry.event, ReportsReceived):
             return
         for report in entry.event.reports:

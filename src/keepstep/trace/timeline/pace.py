@@ -14,9 +14,9 @@ from keepstep.trace.record.phaselog import NO_RANK, PHASE_DTYPE, PhaseArray
 _FORWARD, _BACKWARD, _SYNCED = PHASE_INDEX[Phase.FORWARD], PHASE_INDEX[Phase.BACKWARD], PHASE_INDEX[Phase.SYNCED]
 _OPTIMIZER, _UPDATED = PHASE_INDEX[Phase.OPTIMIZER], PHASE_INDEX[Phase.UPDATED]
 RATE_NS = 10_000_000_000
-"""Steps per second are those of so long."""
+"""Time window of `Pace.steps_per_s`."""
 MAX_BUCKETS = 4096
-"""Of the overview; when there are more, each gets twice as long."""
+"""Maximum number of buckets in the overview. When it is reached, each bucket becomes twice as long."""
 
 DURATION_DTYPE = np.dtype(
     [
@@ -33,24 +33,24 @@ DurationArray = NDArray[np.void]
 
 
 class SnapshotPace:
-    """The newest snapshot of each rank that counts, and how often one is taken."""
+    """The newest valid snapshot of each rank, and the interval between snapshots."""
 
     def __init__(self) -> None:
         self.steps: dict[int, int] = {}
-        """By rank, of the newest whole one."""
+        """rank -> step of its newest complete snapshot."""
         self.num_bytes: dict[int, int] = {}
-        """By rank, of that one."""
+        """rank -> size of that snapshot."""
         self.every: int | None = None
-        """Steps between the newest two of one rank; None while none has taken two."""
+        """Steps between the newest two snapshots of a rank; None while no rank has taken two."""
         self.num_taken = 0
-        """By all ranks."""
+        """Number of snapshots of all ranks."""
         self.num_refused = 0
-        """Second copies that a buddy's node had no memory for."""
+        """Number of second copies for which a buddy's node had no memory."""
         self.undoubled: set[int] = set()
-        """Ranks of which that is so of the newest one."""
+        """Ranks whose newest second copy was refused."""
 
     def take(self, moments: PhaseArray) -> None:
-        """Moments that have come."""
+        """Processes new moments."""
         self._take_second_copies(moments[moments["rank"] != NO_RANK])
         complete, loaded = MOMENT_INDEX[SnapshotMoment.COMPLETE], MOMENT_INDEX[SnapshotMoment.LOADED]
         ranked = moments[(moments["rank"] != NO_RANK) & np.isin(moments["phase"], (complete, loaded))]
@@ -61,7 +61,7 @@ class SnapshotPace:
                 self.num_taken += 1
                 if step > self.steps.get(rank, step):
                     self.every = step - self.steps[rank]
-            self.steps[rank], self.num_bytes[rank] = step, num_bytes  # after a load, later ones count no more
+            self.steps[rank], self.num_bytes[rank] = step, num_bytes  # after a load, newer ones are void
 
     def _take_second_copies(self, moments: PhaseArray) -> None:
         refused, doubled = MOMENT_INDEX[SnapshotMoment.REFUSED], MOMENT_INDEX[SnapshotMoment.DOUBLED]
@@ -75,19 +75,19 @@ class SnapshotPace:
                 self.undoubled.discard(rank)
 
     def newest(self, world_size: int) -> int | None:
-        """The newest step of which all ranks have a snapshot; None if there is none."""
+        """Returns the newest step for which every rank has a snapshot; None if there is none."""
         return min(self.steps.values()) if len(self.steps) == world_size else None
 
 
 class Durations:
-    """Makes durations of phase changes: a phase lasts until its worker's next change in the same generation."""
+    """Computes durations from phase changes. A phase lasts until its worker's next change in the same generation."""
 
     def __init__(self) -> None:
         self._last = np.empty(0, PHASE_DTYPE)
         """The last change of each worker."""
 
     def take(self, changes: PhaseArray) -> DurationArray:
-        """The phases that have ended with these changes. An interrupted one has not: it counts for nothing."""
+        """Processes new changes. Returns the durations of the phases that they end, except interrupted ones."""
         together = np.concatenate([self._last, changes])
         together = together[np.lexsort((together["at_ns"], together["worker"]))]
         begun, ended = together[:-1], together[1:]
@@ -115,26 +115,26 @@ def _durations(begun: PhaseArray, ended: PhaseArray) -> DurationArray:
 
 @dataclasses.dataclass(slots=True)
 class Pace:
-    """The steps of the job: a step counts when the first rank has completed it, for then every rank will."""
+    """The steps of the job. A step is completed when the first rank has completed it, because then every rank will."""
 
     step: int = 0
-    """How many have been completed."""
+    """Number of completed steps."""
     begun_ns: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-    """(generation, step) -> when the first rank entered it; of the newest ones."""
+    """(generation, step) -> when the first rank began it, for recent steps."""
     first_forward_ns: int | None = None
     """When training began."""
     bucket_ns: int = 1_000_000_000
     buckets: list[int] = dataclasses.field(default_factory=list)
-    """Steps completed in each stretch of ``bucket_ns`` since the start."""
+    """Number of steps completed in each interval of ``bucket_ns`` since the start."""
     _completed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """Recent (time, step) pairs."""
 
     def take(self, changes: PhaseArray, started_ns: int) -> None:
-        """Changes that have come.
+        """Processes new phase changes.
 
         Args:
-            changes: of any ranks.
-            started_ns: when the run began.
+            changes: the changes, of any ranks.
+            started_ns: start of the run.
         """
         ranked = changes[changes["rank"] != NO_RANK]
         self._note_begun(ranked[ranked["phase"] == _FORWARD])
@@ -168,7 +168,7 @@ class Pace:
         self.buckets[bucket] += num_steps
 
     def steps_per_s(self, now_ns: int) -> float | None:
-        """Recent speed in completed steps per second; None while there were too few."""
+        """Returns the recent number of completed steps per second; None if there were too few."""
         while len(self._completed) > 2 and self._completed[0][0] < now_ns - RATE_NS:
             self._completed.pop(0)
         if len(self._completed) < 2:

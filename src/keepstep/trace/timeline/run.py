@@ -27,14 +27,14 @@ from keepstep.trace.weights.publications import Publications
 
 @dataclasses.dataclass(slots=True)
 class News:
-    """What is new since the last look."""
+    """The news of one poll."""
 
     changes: PhaseArray
     moments: PhaseArray
     durations: DurationArray
     events: list[ControlEvent]
     scenes: dict[int, Scene]
-    """By number: those that have changed."""
+    """Number -> recovery, for those that have changed."""
     has_decided: bool
     """Whether the journal has new entries."""
     has_published: bool = False
@@ -47,17 +47,17 @@ class News:
 
 
 class Run:
-    """Follows the folder of a run, while it is written and afterwards.
+    """Follows the folder of a run, while the job runs and afterwards.
 
-    The controller's decisions are not read but lived through once more, by the machine that made them: what is shown
-    is what was, by construction.
+    It does not read the controller's decisions from the journal. It replays the events with the same machine, so the
+    views show the real decisions by construction.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Opens the run in ``folder``, or in the sub-folder whose run began last; `poll` reads it.
+        """Opens the run in ``folder``, or in its subfolder with the newest run. `poll` reads it.
 
         Raises:
-            ConfigurationError: no run is recorded there.
+            ConfigurationError: there is no run.
         """
         self.folder = runfolder.newest_run(folder)
         self.info = runfolder.read_info(self.folder)
@@ -78,11 +78,11 @@ class Run:
         self._last_s = 0.0
         self._info_changed_ns = 0
         self.is_replaced = False
-        """Whether another run has begun in the folder since: this one's files were moved aside, and nothing follows."""
+        """Whether another run has begun in the folder. Then this run's files were moved aside, and no news follow."""
 
     @property
     def shards(self) -> list[int]:
-        """By rank the number of the shard that it holds; empty where all ranks hold the same, or before it is known."""
+        """Shard number of each rank. Empty if all ranks hold the same shard, or before the membership is known."""
         membership = self.job.membership
         return [] if membership is None or len(membership.shards) == 1 else list(membership.shard_numbers)
 
@@ -92,11 +92,11 @@ class Run:
         return self._stage.scenes
 
     def poll(self) -> News:
-        """Reads what has been written since the last call.
+        """Reads everything that was written since the last call.
 
         Raises:
             ConfigurationError: the journal cannot be read.
-            RemoteProtocolError: the log of phases cannot.
+            RemoteProtocolError: the phase log cannot be read.
         """
         self._look_at_info()
         nothing = np.empty(0, PHASE_DTYPE)
@@ -122,7 +122,7 @@ class Run:
                 return
             info = runfolder.read_info(self.folder)
         except (OSError, ConfigurationError):
-            return  # it is being replaced just now
+            return  # the controller is replacing it
         self._info_changed_ns = changed_ns
         if info.run == self.info.run:
             self.info = info
@@ -144,7 +144,7 @@ class Run:
         self._stage.before()
         relive(self.job, entry.event, entry.at_s)
         if self._stage.after(entry) and self.scenes:
-            for scene in self.scenes[-2:]:  # the one before it may just have been overtaken
+            for scene in self.scenes[-2:]:  # the one before may just have been superseded
                 news.scenes[scene.number] = scene
         news.events += self._teller.tell(entry)
         self.lives.take(entry)
@@ -153,7 +153,7 @@ class Run:
 
     @property
     def now_s(self) -> float:
-        """The present, on the job's clock: that of the last event, where the job has ended."""
+        """The present time on the job's clock; the time of its end or last record if the job does not run."""
         if self.info.ended is not None:
             return self.info.ended.at_ns / 1e9
         if self.is_alive:
@@ -162,12 +162,12 @@ class Run:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the job's launcher still runs."""
+        """Whether the process of the job's launcher or controller still runs."""
         return self.info.ended is None and runfolder.is_occupied(self.folder)
 
     @property
     def goodput(self) -> float | None:
-        """The share of its time that went into steps that count; None before training began."""
+        """The share of the time since training began that recoveries have not cost; None before training."""
         return self.ledger.goodput(self.now_s)
 
     def close(self) -> None:
@@ -177,10 +177,10 @@ class Run:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[Run]:
-    """The run in a folder, read to its present end.
+    """Yields the run in a folder, read up to the present end.
 
     Raises:
-        ConfigurationError: none is recorded there.
+        ConfigurationError: there is no run.
     """
     run = Run(folder)
     try:

@@ -13,26 +13,26 @@ from keepstep.protocol.resume import Action
 
 
 class SpanKind(enum.StrEnum):
-    """What a rank is at in a recovery, in this order."""
+    """What a rank does in the parts of a recovery, in this order."""
 
     STOP = "stop"
-    """It goes to a safe point, breaks its communicators and drops what the broken step left."""
+    """The rank goes to a safe point, aborts its communicators and discards the interrupted step."""
     DECIDE = "decide"
-    """It stands, and waits for the decision or for a replacement of another rank."""
+    """The rank waits for the decision, or for a replacement of another rank."""
     RESET = "reset"
-    """Its process groups are reconnected."""
+    """The rank reconnects its process groups."""
     RESTORE = "restore"
-    """It receives the state of its shard, and goes back to the resume step."""
+    """The rank receives the state of its shard, and goes back to the resume step."""
     SEND = "send"
-    """It sends the state to others."""
+    """The rank sends its state to others."""
     ADVANCE = "advance"
-    """It runs the update it was synced for."""
+    """The rank runs the update for which its gradients are synchronised."""
     REWIND = "rewind"
-    """It loads a snapshot or checkpoint."""
+    """The rank loads a snapshot or checkpoint."""
     ROLLBACK = "rollback"
-    """It stays; the step that broke off is undone."""
+    """The rank keeps its state and undoes the interrupted step."""
     WAIT = "wait"
-    """It stands at the resume step, and waits for the others."""
+    """The rank is at the resume step and waits for the others."""
 
 
 LABELS = {
@@ -46,7 +46,7 @@ LABELS = {
     SpanKind.ROLLBACK: "Rollback",
     SpanKind.WAIT: "Wait",
 }
-"""The words for people."""
+"""Labels for display."""
 
 _BY_ACTION = {
     Action.STAY: SpanKind.ROLLBACK,
@@ -58,7 +58,7 @@ _BY_ACTION = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SceneSpan:
-    """What one rank is at for a while. Seconds on the controller's clock; ``end_s`` is None while it lasts."""
+    """A part of a recovery on one rank. Times are seconds on the job's clock; ``end_s`` is None while it lasts."""
 
     rank: int
     kind: SpanKind
@@ -71,43 +71,45 @@ class Scene:
     """One recovery."""
 
     number: int
-    """From 1 on."""
+    """Counted from 1."""
     record: RecoveryRecord
     survivors: dict[int, int]
-    """rank -> worker, of those that lived when it began."""
+    """rank -> worker, for the ranks that lived when the recovery began."""
     places: dict[int, tuple[int, str]]
-    """rank -> worker and node, as they were when it began: the lost ones too."""
+    """rank -> worker and node when the recovery began, including lost ranks."""
     transfers: tuple[msg.Transfer, ...] = ()
     replacements: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
-    """rank -> worker and node that took it."""
+    """rank -> worker and node of its replacement."""
     safe_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    """rank -> when the controller received its report of the safe point."""
     reset_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    """rank -> the same for its reconnected process groups."""
     restored_s: dict[int, float] = dataclasses.field(default_factory=dict)
-    """By rank: when the controller heard of it."""
+    """rank -> the same for its recovered state."""
     told_s: list[float] = dataclasses.field(default_factory=list)
-    """When the controller heard of each failure of the record."""
+    """When the controller learned of each failure of the record."""
     has_resumed: bool = False
     """Whether every rank has completed its first step, so that the recovery is over and its numbers are final."""
     overtaken_s: float | None = None
-    """When the next failure began another recovery, if that was before the end of this one."""
+    """When another recovery superseded this one; None if none did."""
 
     @property
     def since_s(self) -> float:
-        """The moment of the first failure, as well as it is known."""
+        """Time of the first failure, as far as it is known."""
         return min([self.record.begun_s, *(at_s for _, at_s in self.failures())])
 
     def failures(self) -> list[tuple[Failure, float]]:
-        """The lost ranks, each with the moment of its failure: not later than when the controller heard of it."""
-        pairs = zip(self.record.failures, self.told_s, strict=False)  # the record may be ahead by those just added
+        """Returns the failures with their times. A time is never later than when the controller learned of it."""
+        pairs = zip(self.record.failures, self.told_s, strict=False)  # the record may already have newer failures
         return [(failure, min(failure.since_s, told_s)) for failure, told_s in pairs]
 
     @property
     def end_s(self) -> float | None:
-        """When training had resumed, or the next recovery began; None before."""
+        """When training resumed or the next recovery began; None before."""
         return self.record.resumed_s if self.has_resumed else self.overtaken_s
 
     def spans(self) -> list[SceneSpan]:
-        """What each rank was at, by rank and time."""
+        """Returns the spans of all ranks, sorted by rank and time."""
         ranks = sorted({*self.survivors, *self.replacements, *self.reset_s})
         return [span for rank in ranks for span in self._spans_of(rank)]
 
@@ -135,10 +137,10 @@ class Scene:
         return spans
 
     def _cut_s(self, rank: int, kind: SpanKind, begin_s: float) -> float | None:
-        """When a span that never came to its end was cut off: by the rank's own failure, or with the recovery.
+        """Returns when an incomplete span was cut off by the rank's own failure or by the end of the recovery.
 
-        A rank that fails on the way to a safe point fails after the recovery has begun, even if its node's clock says
-        otherwise; later on the rank may have been restarted after its failure.
+        A rank that fails on its way to a safe point fails after the recovery has begun, even if its node's clock shows
+        an earlier time. For later spans, earlier failures do not count: a replacement may hold the rank.
         """
         cuts = [self.end_s] if self.end_s is not None else []
         for failure, at_s in self.failures():
@@ -154,24 +156,24 @@ class Scene:
 
 
 class SceneStage:
-    """Puts the scenes together from the entries of a journal."""
+    """Builds the scenes from the entries of a journal."""
 
     def __init__(self, job: RecoveryMachine) -> None:
         """Args:
-        job: the machine that lives through the entries; each is watched before and after it has.
+        job: the machine that replays the entries. Call `before` and `after` around the replay of each.
         """
         self._job = job
         self.scenes: list[Scene] = []
         self._places: dict[int, tuple[int, str]] = {}
 
     def before(self) -> None:
-        """The next entry is about to be lived through."""
+        """Records who holds which rank. Call it before an entry is replayed."""
         if self._job.stage == "training":
             return
         self._places |= {w.rank: (w.worker, w.node) for w in self._job.roster.holders() if w.rank is not None}
 
     def after(self, entry: JournalEntry) -> bool:
-        """An entry has been lived through; returns whether a scene has changed."""
+        """Updates the scenes after an entry was replayed. Returns whether a scene has changed."""
         job, num = self._job, len(self.scenes)
         for record in job.records[num:]:
             if self.scenes and self.scenes[-1].end_s is None:
@@ -195,7 +197,7 @@ class SceneStage:
         if isinstance(entry.event, ReportsReceived):
             for report in entry.event.reports:
                 self._heard(scene, report, entry.at_s)
-                has_changed |= isinstance(report, msg.WorkerEnded)  # how a process ended may be known late
+                has_changed |= isinstance(report, msg.WorkerEnded)  # the report on how a process ended may come late
         scene.has_resumed = scene.has_resumed or is_over(job, scene.record)
         return has_changed
 
@@ -217,7 +219,10 @@ class SceneStage:
 
 
 def is_over(job: RecoveryMachine, record: RecoveryRecord) -> bool:
-    """Whether the ranks of all nodes have completed their first step after a recovery, the newest one of a job, and
-    it is known how the processes of lost ranks ended."""
+    """Whether the newest recovery of a job is over.
+
+    That is when the ranks of all nodes have completed their first step, and the controller knows how the processes of
+    the lost ranks have ended.
+    """
     is_resumed = bool(record.observed_on) and all(worker.node in record.observed_on for worker in job.roster.holders())
     return is_resumed and not record.unexplained

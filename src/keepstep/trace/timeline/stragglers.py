@@ -17,16 +17,17 @@ from keepstep.shared.tagpage import PHASES
 from keepstep.trace.timeline.pace import DurationArray
 
 WINDOW = 32
-"""Steps that are compared; a single slow one is no straggler."""
+"""Number of recent steps that are compared, because a single slow step does not make a straggler."""
 MIN_STEPS = 8
 RATIO = 1.25
-"""A rank is marked from a quarter above the others on: then so much of the time of all ranks is lost."""
+"""First condition: a straggler takes at least a quarter longer than the others, so all ranks lose that much time."""
 DEVIATIONS = 4.0
-"""... and only where that is far outside of what the others differ by. For normally distributed times one in 16,000."""
+"""Second condition: it is this many standard deviations above the others. Of normally distributed times, one in 16,000
+is that far from the mean."""
 MAD_TO_SIGMA = 1.4826
-"""The standard deviation of a normal distribution is so many times its median absolute deviation."""
+"""Ratio of the standard deviation of a normal distribution to its median absolute deviation."""
 STEP_SHARE = 0.05
-"""... and only where it holds the others up by so much of a step: twice as long as nothing is nothing."""
+"""Third condition: it delays the others by at least this share of a step. Otherwise very short phases would count."""
 
 _JUDGED = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.UPDATED)
 _COLUMN = {PHASES.index(phase): column for column, phase in enumerate(_JUDGED)}
@@ -40,7 +41,7 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that stands out in one phase. Medians over the window, in milliseconds."""
+    """A rank that is slow in one phase. Times are medians over the window, in milliseconds."""
 
     rank: int
     phase: str
@@ -49,12 +50,12 @@ class Straggler:
 
     @property
     def ratio(self) -> float:
-        """How many times as long as the others it takes."""
+        """The rank's own time divided by that of the others."""
         return self.own_ms / self.typical_ms if self.typical_ms else float("inf")
 
 
 class StragglerWatch:
-    """Keeps the window."""
+    """Keeps the own times of the last steps and finds stragglers."""
 
     def __init__(self, world_size: int) -> None:
         shape = (world_size, len(_JUDGED))
@@ -63,7 +64,7 @@ class StragglerWatch:
         self._worker = np.full(world_size, -1)
 
     def take(self, durations: DurationArray) -> None:
-        """Phases that have ended."""
+        """Adds the durations of ended phases."""
         columns = np.array([_COLUMN.get(phase, -1) for phase in range(len(PHASES))])[durations["phase"]]
         judged = (columns >= 0) & (durations["rank"] < len(self._worker))
         durations, columns = durations[judged], columns[judged]
@@ -72,7 +73,7 @@ class StragglerWatch:
         places = ranks * len(_JUDGED) + columns
         order = np.argsort(places, kind="stable")
         sorted_places = places[order]
-        firsts = np.searchsorted(sorted_places, sorted_places)  # where the same rank and phase begin
+        firsts = np.searchsorted(sorted_places, sorted_places)  # first index of the same rank and phase
         turns = np.arange(len(order)) - firsts
         counts = self._counts.reshape(-1)
         slots = (counts[sorted_places] + turns) % WINDOW
@@ -80,17 +81,17 @@ class StragglerWatch:
         np.add.at(counts, places, 1)
 
     def _forget_predecessors(self, ranks: np.ndarray, workers: np.ndarray) -> None:
-        """What a rank's former worker did says nothing of the one that holds it now."""
+        """Discards the times of a rank's former worker when another worker holds the rank."""
         changed = np.unique(ranks[self._worker[ranks] != workers])
         self._own_ns[changed] = np.nan
         self._counts[changed] = 0
         self._worker[ranks] = workers
 
     def medians_ms(self, ranks: Sequence[int]) -> NDArray[np.float64]:
-        """The time that phases take ranks themselves: medians over the window, nan where a rank has not been in one.
+        """Returns the ranks' own times in the phases, as medians over the window; nan if there are none.
 
         Returns:
-            For each rank one row; its columns are the phases in the order of `NAMES`.
+            Shape [ranks, phases], with the phases in the order of `NAMES`.
         """
         own_ns = self._own_ns[np.array(ranks, np.intp)]
         is_empty = np.isnan(own_ns).all(axis=2)
@@ -100,13 +101,13 @@ class StragglerWatch:
         return np.asarray(medians, np.float64)
 
     def found(self) -> list[Straggler]:
-        """Who stands out now, the worst first."""
+        """Returns the current stragglers, the slowest first."""
         enough = (self._counts >= MIN_STEPS).all(axis=1)
         ranks = np.flatnonzero(enough)
         if len(ranks) < 2:
             return []
         medians = np.nanmedian(self._own_ns[ranks], axis=2)  # by rank and phase
-        # Of two, either may be the one that is out of line; slow is the one that takes longer.
+        # Two ranks have no majority: the slower one is compared with the faster one.
         typical = medians.min(axis=0) if len(ranks) == 2 else np.median(medians, axis=0)
         spread = np.zeros(len(_JUDGED))
         if len(ranks) > 2:

@@ -1,7 +1,7 @@
-"""The ranks' reports on published weights, by folder: versions, consumers, failures, speed.
+"""The state of published weights, by folder: versions, consumers, failures and speed, from the ranks' reports.
 
-The controller keeps it in memory and writes all of it, at most a few times a second, so its size is bounded. It
-contains totals since the start, and the newest of everything else. Times are seconds on the job's clock.
+The controller keeps this state in memory and writes all of it up to a few times a second, so its size is bounded. It
+contains totals since the start, and only the newest of everything else. Times are seconds on the job's clock.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from keepstep.protocol.messages import PublicationStage, StageSpan, WeightsObser
 from keepstep.trace.targets import write_whole
 
 MAX_FAILURES = 20
-"""The newest so many are kept."""
+"""Number of newest failures that are kept."""
 MAX_COMMITS = 256
-"""Newest versions whose times are known: a consumer that is further behind lags by at least so many."""
+"""Number of newest versions whose times are kept. For a consumer that is further behind, the lag is a lower bound."""
 
 
 class PublicationFailure(msgspec.Struct, frozen=True):
-    """A consumer that was left out, or an update that broke off; ``text`` names the culprit."""
+    """A consumer that was left out, or an update that was aborted. ``text`` names the process that caused it."""
 
     at_s: float
     version: int | None
@@ -29,32 +29,33 @@ class PublicationFailure(msgspec.Struct, frozen=True):
 
 
 class PublishingDevice(msgspec.Struct):
-    """One rank's part, as it was told last."""
+    """The last report of one publishing rank."""
 
     node: str
     stage: PublicationStage = PublicationStage.ATTACHED
     version: int | None = None
     begun_s: float = 0.0
     committed: tuple[int, int] | None = None
-    """Generation and version of the last update that counts here."""
+    """Generation and version of the last update that this rank committed."""
     committed_span_s: tuple[float, float] = (0.0, 0.0)
+    """Start and end of that update."""
     sent_bytes: int = 0
-    """Of that update, as ``unchanged_bytes`` and ``spans``."""
+    """Bytes that the rank sent in that update. ``unchanged_bytes`` and ``spans`` are of the same update."""
     unchanged_bytes: int = 0
     spans: tuple[StageSpan, ...] = ()
     consumers: tuple[tuple[str, int | None], ...] = ()
 
 
 class Publication(msgspec.Struct):
-    """What is published in one folder."""
+    """The weights that are published in one folder."""
 
     folder: str
     devices: dict[int, PublishingDevice] = msgspec.field(default_factory=dict)
-    """By rank."""
+    """rank -> its last report."""
     commits: list[tuple[int, float]] = msgspec.field(default_factory=list)
-    """The newest versions and when the first device had each, oldest first."""
+    """The newest versions, each with the time of its first commit report, oldest first."""
     last: tuple[int, int] | None = None
-    """Generation and version of the last update that counts."""
+    """Generation and version of the last committed update."""
     num_committed: int = 0
     num_broken_off: int = 0
     broken_off: tuple[int, int] | None = None
@@ -62,15 +63,20 @@ class Publication(msgspec.Struct):
     sent_bytes: int = 0
     unchanged_bytes: int = 0
     seconds: float = 0.0
-    """That updates have taken that count, on the device that had each first."""
+    """Total duration of the committed updates, each as measured by the first device that reported its commit."""
     failures: list[PublicationFailure] = msgspec.field(default_factory=list)
 
     def take(self, node: str, news: WeightsObserved) -> None:
-        """A rank has told something."""
+        """Processes the report of a rank.
+
+        Args:
+            node: the rank's node.
+            news: the report.
+        """
         device = self.devices.setdefault(news.rank, PublishingDevice(node))
         device.node, device.consumers = node, news.consumers
         if news.version is None:
-            return  # of consumers alone: an update may be under way
+            return  # a report on consumers only; an update may be running
         device.stage, device.version, device.begun_s = news.stage, news.version, news.begun_s
         update = (news.generation, news.version)
         match news.stage:
@@ -100,12 +106,12 @@ class Publication(msgspec.Struct):
 
     @property
     def version(self) -> int | None:
-        """The last that counts."""
+        """The last committed version; None if there is none."""
         return None if self.last is None else self.last[1]
 
     @property
     def under_way(self) -> tuple[int, float] | None:
-        """The version that is under way, and since when."""
+        """The version of the running update, and its start time; None if no update runs."""
         busy = [device for device in self.devices.values() if device.stage is PublicationStage.UNDER_WAY]
         if not busy:
             return None
@@ -114,29 +120,29 @@ class Publication(msgspec.Struct):
 
     @property
     def last_devices(self) -> dict[int, PublishingDevice]:
-        """Those that have told of the last update that counts, by rank."""
+        """The devices that have reported the last committed update, by rank."""
         if self.last is None:
             return {}
         return {rank: each for rank, each in sorted(self.devices.items()) if each.committed == self.last}
 
     @property
     def last_seconds(self) -> float | None:
-        """What the last update that counts took, from the first device's begin to the last one's end."""
+        """Duration of the last committed update, from the first device's start to the last one's end."""
         spans = [device.committed_span_s for device in self.last_devices.values()]
         return max(end_s for _, end_s in spans) - min(begun_s for begun_s, _ in spans) if spans else None
 
     @property
     def last_bytes(self) -> int:
-        """Of the last update that counts: what was sent, each byte once however many consumers it went to."""
+        """Bytes sent in the last committed update. Each byte counts once, for any number of consumers."""
         return sum(device.sent_bytes for device in self.last_devices.values())
 
     @property
     def last_bytes_per_s(self) -> float | None:
-        """How fast that was."""
+        """`last_bytes` divided by `last_seconds`; None if the duration is not known or 0."""
         return self.last_bytes / self.last_seconds if self.last_seconds else None
 
     def consumers(self) -> dict[str, list[int | None]]:
-        """The versions of the consumers, by node. Those that come through other nodes are named by theirs."""
+        """Returns node -> versions of its consumers. A consumer on another node has that node's name in its own."""
         found: dict[str, list[int | None]] = {}
         for device in self.devices.values():
             for name, version in device.consumers:
@@ -145,11 +151,11 @@ class Publication(msgspec.Struct):
         return found
 
     def lag(self, version: int | None, now_s: float) -> tuple[int, float]:
-        """How far behind a consumer with this version is: in versions, and since when it could have had the next one.
+        """Returns a consumer's lag: the number of newer versions, and the seconds since the first of their commits.
 
         Args:
-            version: that it has; None: none.
-            now_s: the present.
+            version: the consumer's version; None if it has none.
+            now_s: the present time.
         """
         versions = [each for each, _ in self.commits]
         at = len(versions) - 1 - versions[::-1].index(version) if version in versions else -1
@@ -157,26 +163,30 @@ class Publication(msgspec.Struct):
         return len(missed), now_s - missed[0][1] if missed else 0.0
 
     def worst_lag(self, versions: list[int | None], now_s: float) -> tuple[int, float]:
-        """Of several consumers, the lag of the slowest; nothing without any."""
+        """Returns the lag of the slowest of several consumers; (0, 0.0) if there are none."""
         return max((self.lag(version, now_s) for version in versions), default=(0, 0.0))
 
 
 class Publications(msgspec.Struct):
-    """All that a job publishes, by folder."""
+    """Everything that a job publishes, by folder."""
 
     found: dict[str, Publication] = msgspec.field(default_factory=dict)
 
     def take(self, node: str, news: WeightsObserved) -> None:
-        """A rank of a node has told something."""
+        """Processes the report of a rank on a node."""
         self.found.setdefault(news.folder, Publication(news.folder)).take(node, news)
 
     def write(self, path: Path) -> None:
-        """Writes all of it, whole or not at all. Raises OSError."""
+        """Writes everything to a file atomically.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         write_whole(path, msgspec.json.encode(self))
 
     @classmethod
     def read(cls, path: Path) -> Publications:
-        """What was written; nothing if that is not there, or is none of this version's."""
+        """Reads a file of `write`. Returns an empty object if it does not exist or does not parse."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, ValueError, RecursionError):
@@ -184,7 +194,10 @@ class Publications(msgspec.Struct):
 
 
 def describe_publication(publication: Publication, now_s: float) -> dict[str, Any]:
-    """One folder's as plain data: for the page, `keepstep status` and programs. Ages are seconds before ``now_s``."""
+    """Describes one publication as plain data, for the page, `keepstep status` and programs.
+
+    Ages are in seconds before ``now_s``.
+    """
     under_way, seconds, rate = publication.under_way, publication.last_seconds, publication.last_bytes_per_s
     nodes = []
     for node, versions in sorted(publication.consumers().items()):
@@ -217,7 +230,7 @@ def describe_publication(publication: Publication, now_s: float) -> dict[str, An
 
 
 def publication_text(described: dict[str, Any]) -> str:
-    """The same in one line for a terminal."""
+    """Formats the result of `describe_publication` as one line."""
     parts = [f"weights in {described['folder']}:"]
     parts.append("no version yet" if described["version"] is None else f"version {described['version']}")
     if described["under_way"] is not None:
@@ -237,5 +250,5 @@ def publication_text(described: dict[str, Any]) -> str:
 
 
 def gigabytes(num_bytes: int) -> str:
-    """A number of bytes for people: in GB (10^9 bytes), or in MB below 0.1 of them."""
+    """Formats a number of bytes in GB (10^9 bytes), or below 0.1 GB in MB."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"

@@ -24,13 +24,13 @@ from keepstep.trust.certificates import ServerFiles
 from keepstep.trust.tokens import Secret
 
 START_S = 60.0
-"""So long all relays may take to come up together."""
+"""How long all relays together may take to start."""
 LOOK_S = 0.25
-"""How often the controller looks for relays that say nothing."""
+"""Interval at which the controller looks for silent relays."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 5.0
-"""Before a relay that has ended is started again: doubled each time that it does not come up."""
+"""Pause before a relay that has ended is started again. It doubles each time that the relay does not come up."""
 END_S = 2.0
-"""A relay may take so long to end when it is told to."""
+"""How long a relay may take to end after the controller has closed its pipe."""
 PROGRAM = "keepstep.controller.relay"
 
 
@@ -43,7 +43,7 @@ class _Relay:
         self.heard_s = time.monotonic()
         self.is_ready = False
         self.num_unread = 0
-        """Items of its last frame that the controller has not taken yet."""
+        """Number of items of its last frame that the controller has not taken yet."""
         self.owes_taken = False
         self.bundles: list[wire.EncodedBundle] = []
         self.others: list[NodeSaid] = []
@@ -51,7 +51,7 @@ class _Relay:
         self.publishing: list[PublishingNode] = []
 
     def flush(self) -> None:
-        """Sends what there is, with the word that its last frame was taken."""
+        """Sends all waiting messages, and the acknowledgement once the controller has taken the whole last frame."""
         has_taken, self.owes_taken = self.owes_taken and not self.num_unread, self.owes_taken and self.num_unread > 0
         if has_taken or self.bundles or self.others or self.refused or self.publishing:
             others = tuple(self.others), tuple(self.refused), tuple(self.publishing)
@@ -64,16 +64,16 @@ class RelayedNodeConnections:
 
     def __init__(self, num_relays: int, secret: Secret, on_refused: OnRefused, term: int = 0) -> None:
         """Args:
-        num_relays: how many processes share the agents.
-        secret: of the job, by which relays check tokens.
-        on_refused: told of each refused connection.
-        term: of this controller's lease.
+        num_relays: number of relay processes that share the agents.
+        secret: the job's secret, with which relays check tokens.
+        on_refused: called with the address of each refused client, and the reason.
+        term: term of this controller's lease.
         """
         self._secret = secret
         self._on_refused = on_refused
         self._term = term
         self._relays: list[_Relay | None] = [None] * num_relays
-        """None: it is about to be started again."""
+        """The relays by number. None: the controller is about to start this relay again."""
         self._have_listened = [asyncio.Event() for _ in range(num_relays)]
         self._routes: dict[str, int] = {}
         self._arrived: asyncio.Queue[tuple[_Relay | None, Arrival]] = asyncio.Queue()
@@ -83,17 +83,17 @@ class RelayedNodeConnections:
         self._begin: wire.Begin | None = None
 
     async def start(self, host: str, port: int, tls: ServerFiles | None) -> int:
-        """Has the relays listen, and returns the port.
+        """Starts the relays, waits until all of them listen, and returns the port.
 
         Args:
-            host: the address, of one interface.
-            port: 0 for any free one.
-            tls: key and certificate; None: every machine on the way can read what is said.
+            host: address of one interface.
+            port: the port; 0 for any free one.
+            tls: key and certificate; None: no encryption.
 
         Raises:
-            ConfigurationError: the address is not available, or the relays do not come up.
+            ConfigurationError: the address is not available, or the relays do not come up within `START_S`.
         """
-        free_address(host, port).close()  # relays share the port with each other, and with no other controller
+        free_address(host, port).close()  # relays share the port only with each other, not with another controller
         self._port = free_address(host, port, is_shared=True)
         port = int(self._port.getsockname()[1])
         key, certificate = (None, None) if tls is None else (tls.key, tls.certificate)
@@ -110,7 +110,7 @@ class RelayedNodeConnections:
         return port
 
     async def stop(self) -> None:
-        """Ends all relays, each after what waits to be sent, and listens no more."""
+        """Ends all relays after they have got all waiting messages. Kills those that take longer than `END_S`."""
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
@@ -134,28 +134,28 @@ class RelayedNodeConnections:
         return self._routes
 
     def send(self, node: str, message: AnyMessage) -> None:
-        """Sends a message, or loses it while there is no connection to the node."""
+        """Sends a message; drops it if there is no connection to the node."""
         if (relay := self._relay_of(node)) is not None:
             relay.others.append(NodeSaid(node, message))
             self._flush_soon()
 
     def send_bundles(self, bundles: Sequence[tuple[int, PacketBundle]]) -> None:
-        """Sends each relay its bundles, or loses those for one that has ended."""
+        """Sends each relay its bundles; drops those for a relay that has ended."""
         for (number, _), encoded in zip(bundles, wire.encoded_bundles(each for _, each in bundles), strict=True):
             if (relay := self._relays[number]) is not None:
                 relay.bundles.append(encoded)
         self._flush_soon()
 
     async def receive(self) -> Arrival:
-        """What comes next, from any node or bundled from several."""
+        """Waits for the next message, of one node or bundled, and returns it."""
         return self._taken(*await self._arrived.get())
 
     def more(self) -> Arrival | None:
-        """What has come already besides."""
+        """Returns the next message that has arrived; None if there is none."""
         return None if self._arrived.empty() else self._taken(*self._arrived.get_nowait())
 
     def refuse(self, node: str, why: str) -> None:
-        """Ends the connection to a node that has said what it must not say."""
+        """Closes the connection to a node that has broken the protocol."""
         if (relay := self._relay_of(node)) is not None:
             relay.refused.append((node, why))
             self._flush_soon()
@@ -167,14 +167,14 @@ class RelayedNodeConnections:
         return None if number is None else self._relays[number]
 
     def _taken(self, relay: _Relay | None, arrival: Arrival) -> Arrival:
-        """The controller takes an item. When it has taken all of a frame, and said what it has to say, it tells so."""
+        """Counts an item as taken. The flush after the last item of a frame acknowledges the frame."""
         if relay is not None:
             relay.num_unread -= 1
             self._flush_soon()
         return arrival
 
     def _flush_soon(self) -> None:
-        """When the controller has done with what it works on: it waits for nothing meanwhile."""
+        """Schedules one flush after the controller's current callback, so that it covers all its messages."""
         if not self._is_flushing:
             self._is_flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -185,7 +185,7 @@ class RelayedNodeConnections:
             relay.flush()
 
     async def _keep(self, number: int) -> None:
-        """Keeps one relay running."""
+        """Runs one relay, and starts it again whenever it has ended."""
         pause_s = FIRST_PAUSE_S
         while True:
             relay = self._relays[number] = await self._spawn()
@@ -211,7 +211,7 @@ class RelayedNodeConnections:
         return relay
 
     async def _read(self, number: int, relay: _Relay) -> str:
-        """Takes in what a relay says until it has ended; returns why it must end, if it must."""
+        """Processes the frames of a relay until it has ended. Returns why the controller must end it, or ""."""
         while (data := await relay.pipe.read()) is not None:
             relay.heard_s = time.monotonic()
             try:
@@ -260,7 +260,7 @@ class RelayedNodeConnections:
         self._arrived.put_nowait((None, Arrival("", RelayLost(nodes))))
 
     async def _watch(self) -> None:
-        """Ends relays that say nothing. The time for which the controller was itself held up does not count."""
+        """Kills relays that were silent for `SILENT_S`. Pauses of the controller itself do not count."""
         looked_s = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_S)

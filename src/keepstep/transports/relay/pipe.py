@@ -1,4 +1,4 @@
-"""A socket between controller and relay: length-prefixed frames."""
+"""The connection between controller and relay: length-prefixed frames on a socket pair."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Pipe:
-    """One end."""
+    """One end of the connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -18,15 +18,15 @@ class Pipe:
 
     @classmethod
     async def open(cls, end: socket.socket) -> Pipe:
-        """An end of a socket pair, which it owns from now on."""
+        """Opens a pipe over one end of a socket pair, which it owns from then on."""
         return cls(*await asyncio.open_unix_connection(sock=end))
 
     def write(self, frame: bytes) -> None:
-        """Writes a frame; never blocks. What the other end does not read is kept until it does, or has ended."""
+        """Writes a frame. Never blocks: it buffers what the other end has not read yet, without a limit."""
         self._writer.write(_LENGTH.pack(len(frame)) + frame)
 
     async def read(self) -> bytes | None:
-        """The next frame; None when the other end is closed."""
+        """Waits for the next frame and returns it; None when the other end is closed."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             return await self._reader.readexactly(length)
@@ -34,5 +34,5 @@ class Pipe:
             return None
 
     def close(self) -> None:
-        """Closes this end, after what was written."""
+        """Closes this end after all written frames are sent."""
         self._writer.close()

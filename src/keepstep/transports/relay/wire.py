@@ -20,8 +20,10 @@ from keepstep.protocol.transfer.directory import PublishingNode
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The first words of a controller: what a relay needs to serve agents. ``key`` and ``certificate``: None without
-    TLS. ``term``: of the controller's lease."""
+    """The first frame of a controller: the settings of a relay.
+
+    ``key`` and ``certificate`` are None without TLS. ``term`` is the term of the controller's lease.
+    """
 
     host: str
     port: int
@@ -32,7 +34,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """The relay listens."""
+    """The relay listens for agents."""
 
 
 class ConnectionRefused(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -43,19 +45,19 @@ class ConnectionRefused(msgspec.Struct, frozen=True, tag=True, array_like=True, 
 
 
 class WeightsAnnounced(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """A node that publishes weights has told the relay where."""
+    """A node that publishes weights has announced its address to the relay."""
 
     node: PublishingNode
 
 
 class Upward(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """What the agents of a relay have sent since its last frame. Nothing: the relay lives, and was not held up."""
+    """Messages of a relay's agents since its last frame. An empty frame is a sign of life."""
 
     items: tuple[Item, ...]
 
 
 class EncodedBundle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A `PacketBundle` of orders; the messages are in the form in which they stand in a packet."""
+    """A `PacketBundle` of orders, with its messages in the wire form of a packet."""
 
     nodes: tuple[str, ...]
     incarnations: tuple[int, ...]
@@ -64,22 +66,22 @@ class EncodedBundle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     messages: msgspec.Raw
 
     def packets(self) -> Iterator[tuple[str, bytes]]:
-        """Each node with its packet, in the wire form of `keepstep.transports.codec`."""
+        """Yields each node with its packet, in the wire form of `keepstep.transports.codec`."""
         rows = zip(self.nodes, self.incarnations, self.firsts, self.received, strict=True)
         for node, incarnation, first, received in rows:
             yield node, _encoder.encode(_EncodedPacket(node, incarnation, first, received, self.messages, misses=False))
 
 
 class Downward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a relay is to transmit, and whether the controller has taken its last frame."""
+    """Messages that a relay must send. ``has_taken``: the controller has taken the relay's last frame."""
 
     has_taken: bool
     bundles: tuple[EncodedBundle, ...]
     others: tuple[NodeSaid, ...]
     refused: tuple[tuple[str, str], ...]
-    """Nodes whose connections must be closed, and why."""
+    """(node, reason) of each connection that the relay must close."""
     publishing: tuple[PublishingNode, ...]
-    """Nodes that have told other relays where they publish weights."""
+    """Nodes that have announced to other relays that they publish weights."""
 
 
 class _EncodedPacket(msgspec.Struct, frozen=True, tag="Packet", array_like=True):
@@ -103,33 +105,33 @@ _downward = msgspec.msgpack.Decoder(Downward)
 
 
 def encode(frame: FromRelay | Downward | Begin) -> bytes:
-    """The wire form of a frame."""
+    """Returns the wire form of a frame."""
     return _encoder.encode(frame)
 
 
 def decode_upward(data: bytes) -> FromRelay:
-    """What a relay has written.
+    """Decodes a frame of a relay.
 
     Raises:
-        RemoteProtocolError: that is not what a relay writes.
+        RemoteProtocolError: the data is no such frame.
     """
     return _decoded(_upward, data)
 
 
 def decode_begin(data: bytes) -> Begin:
-    """The first words of a controller.
+    """Decodes the first frame of a controller.
 
     Raises:
-        RemoteProtocolError: that is not what a controller writes.
+        RemoteProtocolError: the data is no such frame.
     """
     return _decoded(_begin, data)
 
 
 def decode_downward(data: bytes) -> Downward:
-    """What the controller has written.
+    """Decodes a later frame of a controller.
 
     Raises:
-        RemoteProtocolError: that is not what a controller writes.
+        RemoteProtocolError: the data is no such frame.
     """
     return _decoded(_downward, data)
 
@@ -142,7 +144,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Frame], data: bytes) -> Frame:
 
 
 def encoded_bundles(bundles: Iterable[PacketBundle]) -> list[EncodedBundle]:
-    """Bundles of orders, of which those with the same messages encode them once."""
+    """Encodes bundles of orders. It encodes messages that several bundles share only once."""
     known: dict[int, tuple[Sequence[object], msgspec.Raw]] = {}
     found = []
     for bundle in bundles:

@@ -1,4 +1,4 @@
-"""An agent's end: one connection to the controller, reconnected as often as needed."""
+"""The agent's end of the gRPC transport: one connection to the controller, reconnected as often as needed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from keepstep.trust.certificates import CONTROLLER_NAME
 from keepstep.trust.credentials import Credentials
 
 CONNECT_S = 5.0
-"""How long one attempt may take."""
+"""How long one attempt to connect may take."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 0.5
-"""Between two attempts: doubled at each, with up to as much again at random, so that not all agents come at once."""
+"""Pause between two attempts. It doubles at each attempt, and a random part of up to the same length is added, so that
+not all agents connect at once."""
 MAX_UNSENT_BYTES = 64 << 20
-"""While a connection stands still no more is kept than this; what is lost is sent again on the next one."""
+"""While a connection does not transmit, the agent keeps no more than this. It drops further messages; the reliable
+channel sends them again."""
 
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
@@ -40,10 +42,10 @@ class RpcControllerConnection:
         patience_s: float = PATIENCE_S,
     ) -> None:
         """Args:
-        endpoints: HOST:PORT where a controller may be; all are tried, and the first that answers is the one.
-        credentials: of this node's agent.
-        host_name: what the controller's certificate is made out to; None: to its address.
-        patience_s: how long there may be no connection.
+        endpoints: HOST:PORT of each possible controller. The agent tries all, and uses the first that answers.
+        credentials: credentials of this node's agent.
+        host_name: host name in the controller's certificate; None: the certificate contains its address.
+        patience_s: how long the agent may be without a connection, in seconds.
         """
         self._endpoints = tuple(endpoints)
         self._credentials = credentials
@@ -55,34 +57,34 @@ class RpcControllerConnection:
         self._no_connection.set()
         self._arrived: asyncio.Queue[AnyMessage | Connected] = asyncio.Queue()
         self._num_served = 0
-        """Connections that ended without the controller refusing what was said."""
+        """Number of connections that ended without a refusal by the controller."""
         self._has_opened = False
         self._term = 0
-        """Of the latest controller that was ever reached."""
+        """The highest term of a controller that was ever reached."""
         self._closing = asyncio.Event()
         self.on_trouble: Callable[[str], None] = lambda why: None
-        """Told why there is no connection, each time that this changes for one of the endpoints."""
+        """Called with the reason why there is no connection, each time that the reason changes for an endpoint."""
 
     # ---- ControllerConnection ----------------------------------------------------------------------------------------
 
     def send(self, message: AnyMessage) -> None:
-        """Sends a message, or loses it while there is no connection."""
+        """Sends a message; drops it if there is no connection."""
         if not self._no_connection.is_set() and self._outbox.num_bytes < MAX_UNSENT_BYTES:
             self._outbox.put(frame(message))
             self._has_news.set()
 
     async def receive(self) -> AnyMessage | Connected:
-        """What comes next."""
+        """Waits for the next message and returns it."""
         return await self._arrived.get()
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keeps a connection until `close` is called, or it is cancelled.
+        """Keeps a connection open until `close` is called, or the task is cancelled.
 
         Raises:
-            ConfigurationError: the controller does not let this agent in, and never has.
-            PeerLost: there was no connection for too long.
+            ConfigurationError: the controller refuses this agent's token, and has never accepted it.
+            PeerLost: there was no connection for ``patience_s``.
         """
         self._lost_s = time.monotonic()
         keeping = [asyncio.create_task(self._keep(endpoint)) for endpoint in self._endpoints]
@@ -96,12 +98,12 @@ class RpcControllerConnection:
             await asyncio.gather(*keeping, return_exceptions=True)
 
     def close(self) -> None:
-        """There will be nothing more to say: `run` returns when all is said, or cannot be."""
+        """Ends the connection: `run` returns when all messages are sent, or cannot be sent."""
         self._closing.set()
         self._has_news.set()
 
     async def _keep(self, endpoint: str) -> None:
-        """Keeps a connection to one endpoint, whenever there is none to another."""
+        """Keeps a connection to one endpoint while there is none to another."""
         pause_s, last_trouble = FIRST_PAUSE_S, None
         while not self._closing.is_set():
             num_served = self._num_served
@@ -118,7 +120,7 @@ class RpcControllerConnection:
             await self._no_connection.wait()
 
     async def _visit(self, endpoint: str) -> str | None:
-        """One connection, from its beginning to its end; returns why it ended, or None where another was faster."""
+        """Opens one connection and serves it to its end. Returns why it ended; None if another endpoint was faster."""
         async with self._channel(endpoint) as channel:
             call: Call = channel.stream_stream(PATH)(metadata=((AUTHORIZATION, BEARER + self._credentials.token),))
             try:
@@ -145,7 +147,7 @@ class RpcControllerConnection:
                 call.cancel()
 
     async def _converse(self, call: Call) -> None:
-        """Reads and writes until either end has enough."""
+        """Reads and writes until either end closes the stream."""
         self._has_opened = True
         self._outbox = Outbox()
         self._no_connection.clear()
@@ -155,7 +157,7 @@ class RpcControllerConnection:
         try:
             await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
             if self._closing.is_set() and writing.done():
-                await asyncio.wait({reading}, timeout=CONNECT_S)  # the controller has read all when it ends its part
+                await asyncio.wait({reading}, timeout=CONNECT_S)  # the controller ends its side when it has read all
         finally:
             self._no_connection.set()
             for task in (reading, writing):
@@ -190,7 +192,7 @@ class RpcControllerConnection:
         settings: list[tuple[str, int | str]] = [
             *SETTINGS,
             ("grpc.enable_retries", 0),
-            ("grpc.use_local_subchannel_pool", 1),  # what other channels met with is none of this one's business
+            ("grpc.use_local_subchannel_pool", 1),  # share no connection state with other channels
             ("grpc.min_reconnect_backoff_ms", round(1000 * CONNECT_S)),
         ]
         authority = self._credentials.authority

@@ -1,4 +1,4 @@
-"""The call that asks the controller where a job's weights are published, and its answer."""
+"""The gRPC call with which a node asks the controller for the nodes that publish weights, and announces itself."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ PATH = f"/{SERVICE}/{METHOD}"
 CALL_S = 5.0
 """How long one call may take."""
 TELL_S = KEEP_S / 3
-"""Between two words of one relay to all others that a node has announced itself again."""
+"""Interval at which a relay tells all other relays that a node has announced itself again."""
 _STOPPED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 
 class WeightsDirectory:
-    """The end of a controller, or of one of its relays."""
+    """The server's end of the call, in a controller or in one of its relays."""
 
     def __init__(
         self,
@@ -45,22 +45,22 @@ class WeightsDirectory:
         on_announced: Callable[[PublishingNode], None] = lambda node: None,
     ) -> None:
         """Args:
-        who: says who the bearer of a token is; raises `TokenRefused`.
-        on_refused: told of each refused call: its address, and why.
-        on_announced: told of a node that has announced itself here, from time to time.
+        who: returns the claim of a token; raises `TokenRefused`.
+        on_refused: called with the address of each refused caller, and the reason.
+        on_announced: called with a node that announces itself: when its address changes, and every `TELL_S`.
         """
         self._who, self._on_refused, self._on_announced = who, on_refused, on_announced
         self._nodes = PublishingNodes()
         self._told: dict[str, tuple[str, float]] = {}
 
     def hear(self, node: PublishingNode) -> None:
-        """A node has announced itself to another relay. What would be too many nodes is not remembered."""
+        """Records a node that has announced itself to another relay. Ignores it if there are too many nodes."""
         with contextlib.suppress(RemoteProtocolError):
             self._nodes.seen(node, time.monotonic())
 
     @property
     def handler(self) -> Any:
-        """What gRPC calls."""
+        """The method handler for gRPC."""
         return grpc.unary_unary_rpc_method_handler(self._answer)
 
     async def _answer(self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
@@ -86,30 +86,30 @@ class WeightsDirectory:
 
 
 class DirectoryCaller:
-    """The other end. Not for several threads."""
+    """The client's end of the call. Not thread-safe."""
 
     def __init__(
         self, endpoints: Sequence[str], credentials: Credentials, host_name: str | None = CONTROLLER_NAME
     ) -> None:
         """Args:
-        endpoints: HOST:PORT where a controller may be.
-        credentials: of this node, for the role of a publisher or receiver.
-        host_name: what the controller's certificate is made out to; None: to its address.
+        endpoints: HOST:PORT of each possible controller.
+        credentials: credentials of this node, for the role of a publisher or receiver.
+        host_name: host name in the controller's certificate; None: the certificate contains its address.
         """
         self._credentials = credentials
         self._endpoints = tuple(endpoints)
         self._channels = [self._channel(endpoint, host_name) for endpoint in endpoints]
 
     def find(self, own_address: str | None) -> tuple[PublishingNode, ...]:
-        """The nodes that publish weights, as the first controller that answers knows them.
+        """Asks the controllers in turn, and returns the nodes that publish weights, from the first that answers.
 
         Args:
-            own_address: where others reach this node, which is announced; None: it only asks.
+            own_address: the address to announce for this node; None: it only asks.
 
         Raises:
-            TokenRefused: the job is another one.
-            PeerLost: no controller answers.
-            RemoteProtocolError: what answers is no controller.
+            TokenRefused: the controller refuses the token, for example because it is of another job.
+            PeerLost: no controller answers within `CALL_S`.
+            RemoteProtocolError: the answer is invalid, or the server refuses the call for another reason.
         """
         trouble = ""
         for endpoint, channel in zip(self._endpoints, self._channels, strict=True):
@@ -127,7 +127,7 @@ class DirectoryCaller:
         raise PeerLost(f"no controller answers; {trouble}")
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         for channel in self._channels:
             channel.close()
 

@@ -1,4 +1,4 @@
-"""The controller's end: a gRPC server on one address, and a connection to each node whose agent has a valid token.
+"""The controller's end of the gRPC transport: a server on one address, with a connection to each agent.
 
 gRPC itself closes connections that never become a call. It closes one that does not begin with a handshake at once, an
 unfinished handshake after `ADMISSION_S`, a connection without a call after the same time again, and connections beyond
@@ -29,21 +29,22 @@ from keepstep.transports.rpc.wire import METHOD, OPEN, SERVICE, SETTINGS, Outbox
 from keepstep.trust.certificates import ServerFiles
 
 MAX_UNREAD_BYTES = 64 << 20
-"""What waits for an agent that does not read. Its node is about to lose its lease; a new connection starts over."""
+"""Most bytes that wait for an agent that does not read. The server closes its connection then; a new connection starts
+over."""
 MAX_ARRIVED = 4096
-"""Messages that wait for the controller; then gRPC's flow control has the agents wait."""
+"""Most messages that wait for the controller. When there are as many, gRPC's flow control makes the agents wait."""
 STOP_S = 0.5
 ADMISSION_S = 10.0
-"""How long a handshake may take, over a slow network; and how long a connection may be without a call."""
+"""How long a handshake may take over a slow network, and how long a connection may be open without a call."""
 MAX_CONNECTIONS = 4096
-"""Those of agents and those that have not shown a token; a silent one takes about 20 KB."""
+"""Most connections, of agents and of clients without a token. A silent connection takes about 20 KB."""
 OTHER_DESCRIPTORS = 256
-"""What the controller keeps free of its limit on open files for the journal, its stores and its status socket."""
+"""File descriptors that the controller reserves for the journal, its stores and its status socket."""
 
 Admit = Callable[[str], str]
-"""The node that the bearer of a token speaks for; raises `TokenRefused`."""
+"""Returns the node of a token; raises `TokenRefused`."""
 OnRefused = Callable[[str, str], None]
-"""Told of each refused connection: its address, and why."""
+"""Called with the address of each refused client, and the reason."""
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
@@ -56,7 +57,7 @@ class _Visit:
         self.outbox = Outbox()
         self.has_news = asyncio.Event()
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why it is to end."""
+        """Set to the reason when the server must close the connection."""
 
     def end(self, why: str) -> None:
         if not self.ended.done():
@@ -70,10 +71,10 @@ class RpcNodeConnections:
         self, admit: Admit, on_refused: OnRefused, term: int = 0, directory: WeightsDirectory | None = None
     ) -> None:
         """Args:
-        admit: says who may speak.
-        on_refused: told of each refused connection.
-        term: of this controller's lease.
-        directory: what is asked for the nodes that publish weights; None: nothing is.
+        admit: checks a token, and returns its node.
+        on_refused: called for each refused client.
+        term: term of this controller's lease.
+        directory: answers calls for the nodes that publish weights; None: the server does not offer that call.
         """
         self._directory = directory
         self._admit = admit
@@ -84,20 +85,20 @@ class RpcNodeConnections:
         self._arrived: asyncio.Queue[Arrival] = asyncio.Queue(MAX_ARRIVED)
 
     async def start(self, host: str, port: int, tls: ServerFiles | None, *, is_shared: bool = False) -> int:
-        """Listens, and returns the port.
+        """Starts to listen, and returns the port.
 
         Args:
-            host: the address, of one interface.
-            port: 0 for any free one.
-            tls: key and certificate; None: every machine on the way can read what is said.
-            is_shared: other relays of the controller listen on the same port, and the kernel chooses.
+            host: address of one interface.
+            port: the port; 0 for any free one.
+            tls: key and certificate; None: no encryption.
+            is_shared: relays of the controller listen on the same port (``SO_REUSEPORT``).
 
         Raises:
             ConfigurationError: the address is not available.
         """
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if not is_shared:
-            free_address(host, port).close()  # gRPC tells no reason
+            free_address(host, port).close()  # this error names the reason; gRPC's does not
         server = grpc.aio.server(options=[*_settings(), ("grpc.so_reuseport", int(is_shared))])
         method: Any = grpc.stream_stream_rpc_method_handler(self._converse)
         methods = {METHOD: method} | ({} if self._directory is None else {DIRECTORY_METHOD: self._directory.handler})
@@ -114,18 +115,18 @@ class RpcNodeConnections:
         return int(bound)
 
     async def stop(self) -> None:
-        """Ends all connections, each after what waits to be sent, and listens no more."""
+        """Stops listening, and closes all connections within `STOP_S`."""
         if self._server is not None:
             await self._server.stop(STOP_S)
 
     # ---- NodeConnections ---------------------------------------------------------------------------------------------
 
     def send(self, node: str, message: AnyMessage) -> None:
-        """Sends a message, or loses it while there is no connection to the node."""
+        """Sends a message; drops it if there is no connection to the node."""
         self.send_encoded(node, encode(message))
 
     def send_encoded(self, node: str, message: bytes) -> None:
-        """Sends a message in its wire form, or loses it while there is no connection to the node."""
+        """Sends an encoded message; drops it if there is no connection to the node."""
         visit = self._visits.get(node)
         if visit is None:
             return
@@ -135,15 +136,15 @@ class RpcNodeConnections:
             visit.end(f"it has not read {visit.outbox.num_bytes} bytes")
 
     async def receive(self) -> Arrival:
-        """What comes next, from any node."""
+        """Waits for the next message of any node and returns it."""
         return await self._arrived.get()
 
     def more(self) -> Arrival | None:
-        """What has come already besides."""
+        """Returns the next message that has arrived; None if there is none."""
         return None if self._arrived.empty() else self._arrived.get_nowait()
 
     def refuse(self, node: str, why: str) -> None:
-        """Ends the connection to a node that has said what it must not say."""
+        """Closes the connection to a node that has broken the protocol."""
         if (visit := self._visits.get(node)) is not None:
             visit.end(why)
 
@@ -168,7 +169,7 @@ class RpcNodeConnections:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
 
     async def _serve(self, visit: _Visit, context: Context) -> str:
-        """Reads and writes until either end has enough; returns why, if it is this one."""
+        """Reads and writes until either end closes the stream. Returns the reason if this end does, else ""."""
         await context.send_initial_metadata(((OPEN, str(self._term)),))
         await self._arrived.put(Arrival(visit.node, Connected()))
         reading = asyncio.create_task(self._read(visit, context))
@@ -197,15 +198,15 @@ class RpcNodeConnections:
 
 
 def free_address(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
-    """A socket that is bound to an address, to show that it can be had.
+    """Binds a socket to an address, to show that the address is available.
 
     Args:
-        host: the address, of one interface.
-        port: 0 for any free one.
-        is_shared: it does not listen, and others may who share the port.
+        host: address of one interface.
+        port: the port; 0 for any free one.
+        is_shared: the socket does not listen, and other sockets may share the port (``SO_REUSEPORT``).
 
     Raises:
-        ConfigurationError: it cannot.
+        ConfigurationError: the address is not available.
     """
     try:
         if not is_shared:
@@ -236,7 +237,7 @@ def _settings() -> list[tuple[str, int]]:
 
 
 def num_connections() -> int:
-    """How many connections the server accepts: as many as the limit on open files leaves room for."""
+    """Returns how many connections the server accepts: `MAX_CONNECTIONS`, or fewer by the limit on open files."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(MAX_CONNECTIONS, soft - OTHER_DESCRIPTORS))
 

@@ -21,12 +21,12 @@ PATH = f"/{SERVICE}/{METHOD}"
 AUTHORIZATION = "authorization"
 BEARER = "Bearer "
 OPEN = "keepstep-open"
-"""Stands in the first metadata of a controller that has let an agent in: its term, the number of its lease."""
+"""The key in the initial metadata with which a controller accepts an agent. The value is the term of its lease."""
 
 MAX_CALL_BYTES = MAX_MESSAGE_BYTES + 4
-"""Of a gRPC message; gRPC refuses a larger one by its length, before anything of it is read."""
+"""Limit of a gRPC message. gRPC refuses a larger one by its length, before it reads it."""
 PING_S = 2.0
-"""A connection over which nothing comes is probed this often, and ends when the probe has no answer as long."""
+"""Keepalive: gRPC pings a silent connection after this time, and closes it if the ping has no answer for as long."""
 
 SETTINGS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_CALL_BYTES),
@@ -34,18 +34,18 @@ SETTINGS: tuple[tuple[str, int], ...] = (
     ("grpc.max_metadata_size", 8192),
     ("grpc.keepalive_time_ms", round(1000 * PING_S)),
     ("grpc.keepalive_timeout_ms", round(1000 * PING_S)),
-    ("grpc.http2.ping_timeout_ms", round(1000 * PING_S)),  # its own default is a minute, and a stopped process has that
+    ("grpc.http2.ping_timeout_ms", round(1000 * PING_S)),  # default: a minute, also for a stopped process
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),  # as many as it takes
-    ("grpc.http2.bdp_probe", 0),  # it answers every message with a ping, for windows that this traffic never fills
+    ("grpc.http2.max_pings_without_data", 0),  # no limit
+    ("grpc.http2.bdp_probe", 0),  # it pings after every message, to size windows that this traffic never fills
 )
 
 
 def bearer_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The token that came with a call.
+    """Returns the bearer token in a call's metadata.
 
     Raises:
-        TokenRefused: none came.
+        TokenRefused: there is none.
     """
     with contextlib.suppress(UnicodeDecodeError):
         for name, value in metadata or ():
@@ -56,10 +56,10 @@ def bearer_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
 
 def messages_in(data: bytes) -> list[AnyMessage]:
-    """The messages of one gRPC message.
+    """Decodes the messages in one gRPC message.
 
     Raises:
-        RemoteProtocolError: it is not whole frames, or one of them is no message.
+        RemoteProtocolError: it contains an incomplete frame, or a frame that is no message.
     """
     decoder = FrameDecoder()
     found = decoder.feed(data)
@@ -81,7 +81,7 @@ class Outbox:
         self.num_bytes += len(frame)
 
     def take(self) -> bytes:
-        """As many frames as one gRPC message may hold, at least one if there is any."""
+        """Removes and returns as many frames as fit into one gRPC message; empty if there are none."""
         taken = bytearray()
         while self._frames and (not taken or len(taken) + len(self._frames[0]) <= MAX_CALL_BYTES):
             taken += self._frames.popleft()

@@ -27,19 +27,19 @@ def built(
     changed: threading.Condition,
     is_down: Callable[[], bool],
 ) -> Built:
-    """What ``build`` returns in another thread.
+    """Runs ``build`` in another thread and returns its result.
 
     Args:
-        build: builds the group; what it raises is raised here.
+        build: builds the group; its exceptions are raised here.
         run: runs it in another thread.
         who: the group's name, this process's rank and the number of members, for messages.
-        deadline: for the others to come.
+        deadline: how long to wait for the other members.
         changed: is notified when the communicator is aborted.
-        is_down: whether it is.
+        is_down: whether the communicator is aborted.
 
     Raises:
-        CommunicatorAborted: it was aborted before, or meanwhile.
-        RuntimeError: a member did not come in time.
+        CommunicatorAborted: the communicator was aborted before or meanwhile.
+        RuntimeError: a member did not connect in time.
     """
     name, rank, size = who
     if is_down():

@@ -14,16 +14,16 @@ from keepstep.worker.backends.nccl.communicator import NcclCommunicator
 from keepstep.worker.backends.nccl.device import CudaDevice
 
 CPU: Final = "cpu"
-"""The type of the device of which every group carries tensors."""
+"""The type of device whose tensors every group carries."""
 
 
 def backends_of(device: torch.device) -> dict[str, CommunicatorFactory]:
-    """The backends of a process, by the type of the `torch.device` whose tensors each one carries; the CPU's first.
+    """Returns the backends of a process, by the type of `torch.device` whose tensors each one carries; the CPU's first.
 
-    NCCL carries those on a GPU where torch was built with it, unless ``KEEPSTEP_GPU_BACKEND=gloo``; else gloo does.
+    NCCL carries tensors on a GPU if torch was built with it, unless ``KEEPSTEP_GPU_BACKEND=gloo``; else gloo does.
 
     Args:
-        device: the process's own.
+        device: the process's own device.
     """
     backends: dict[str, CommunicatorFactory] = {CPU: GlooCommunicator}
     if device.type == "cuda" and nccl_version():
@@ -34,5 +34,5 @@ def backends_of(device: torch.device) -> dict[str, CommunicatorFactory]:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of NCCL that carries tensors on a GPU; empty where gloo does."""
+    """The version of NCCL that carries tensors on a GPU; empty if gloo carries them."""
     return tuple(torch.cuda.nccl.version()) if dist.is_nccl_available() and not config.forces_gloo() else ()

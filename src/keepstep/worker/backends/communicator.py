@@ -19,13 +19,13 @@ from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
 from keepstep.weights.channels.group import Carrier
 
 LOOPBACK = "127.0.0.1"
-"""The address that a backend listens at on a job's only node."""
+"""The address at which a backend listens if the job has one node."""
 
 Outputs = list[Tensor] | list[list[Tensor]]
 
 
 def first_tensor(tensors: object) -> Tensor | None:
-    """The first tensor in nested lists of them; None where there is none."""
+    """The first tensor in nested lists; None if there is none."""
     if isinstance(tensors, Tensor):
         return tensors
     if isinstance(tensors, list | tuple):
@@ -36,8 +36,8 @@ def first_tensor(tensors: object) -> Tensor | None:
 
 
 OnError = Callable[[Exception], Callable[[], None] | None]
-"""Told of the error that an operation has ended with, from any thread. None: each thread that waits raises the error.
-Else the error has been dealt with, and each thread that waits calls the result before it goes on."""
+"""Called with the error of an operation, from any thread. If it returns None, each waiting thread raises the error.
+Else the error has been handled, and each waiting thread calls the returned function before it goes on."""
 
 
 class CommunicatorAborted(RuntimeError):
@@ -50,38 +50,38 @@ class FailureCause(enum.Enum):
     CONNECTION = enum.auto()
     """A connection ended: the peer is gone, or has left the group."""
     DEADLINE = enum.auto()
-    """Its timeout has passed: a peer did not come. The backend has closed the connections of the group."""
+    """The operation timed out: a peer did not take part. The backend has closed the connections of the group."""
     CALL = enum.auto()
-    """Neither: the backend refuses what it was asked to do, such as a bitwise reduction of floats."""
+    """The backend refuses the call itself, such as a bitwise reduction of floats."""
 
 
 class OperationObserver(Protocol):
-    """Is told of the operations of groups, from any thread. ``peer``: as in `OperationCount`."""
+    """Is notified of the operations of groups, from any thread. ``peer``: as in `OperationCount`."""
 
     def entered(self, group: str, operation: Operation, peer: int) -> None:
-        """An operation was begun."""
+        """Called when an operation has begun."""
 
     def awaited(self) -> None:
-        """Something waits for an operation in flight, or asks after it: told once for each operation at most."""
+        """Called at most once per operation, when a caller waits for it, or polls it, while it is in flight."""
 
     def left(self, group: str, operation: Operation, peer: int, *, was_awaited: bool) -> None:
-        """An operation has ended; ``was_awaited``: `awaited` was told of it."""
+        """Called when an operation has ended; ``was_awaited``: whether `awaited` was called for it."""
 
 
 class Communicator(Carrier, Protocol):
-    """The connections of one group, for one generation or, where `reopen` is called, for more.
+    """The connections of one group, for one generation or, if `reopen` is called, for more.
 
-    The training thread begins operations; the rest may come from any thread.
+    The training thread begins operations; any thread may call the other methods.
     """
 
     @property
     def is_up(self) -> bool:
-        """Whether it is connected, and was neither closed nor aborted."""
+        """Whether it is connected, and neither closed nor aborted."""
         ...
 
     @property
     def num_begun(self) -> int:
-        """How many operations this rank has begun since it was connected."""
+        """Number of operations that this rank has begun since it was connected."""
         ...
 
     def connect(self, store: Store, rank: int, size: int, connect_deadline: timedelta, timeout: timedelta) -> None:
@@ -91,68 +91,68 @@ class Communicator(Carrier, Protocol):
             store: where the members find each other; used by this generation alone.
             rank: this process's rank in the group.
             size: number of members.
-            connect_deadline: for the others to come.
-            timeout: for each operation, as in ``new_group(timeout=...)``.
+            connect_deadline: how long to wait for the other members.
+            timeout: timeout of each operation, as in ``new_group(timeout=...)``.
 
         Raises:
-            RuntimeError: a member did not come in time, or `abort` was called meanwhile.
+            RuntimeError: a member did not connect in time, or `abort` was called meanwhile.
             PeerLost: from ``store``.
         """
         ...
 
     def abort(self) -> None:
-        """Breaks the communicator, at any moment and any number of times.
+        """Aborts the communicator, at any moment and any number of times.
 
-        What waits in it is freed within milliseconds.
+        Threads that wait in it are released within milliseconds.
         """
         ...
 
     def close(self) -> None:
-        """Has no operation begin any more. Where one is under way it is aborted, else its connections stay.
+        """Lets no operation begin any more. Aborts the communicator if one is in flight, else keeps its connections.
 
-        At any moment and any number of times; it waits for nothing.
+        At any moment and any number of times; it does not block.
         """
         ...
 
     def claim(self, generation: int) -> GroupClaim | None:
-        """What this rank can say of its connections, which were made in ``generation``.
+        """Returns this rank's claim on its connections, which were made in ``generation``.
 
-        None, where they cannot stay: it is not closed, something is under way or has failed, or a message was received
-        from any source, so that it is not known whose it was.
+        None: they cannot stay. Either the communicator is not closed, an operation is in flight or has failed, or a
+        message was received from any source, so that its sender is not known.
         """
         ...
 
     def reopen(self) -> None:
-        """All members have claimed that the connections can stay: operations may begin again."""
+        """Lets operations begin again, after all members have claimed that the connections can stay."""
         ...
 
     def leave(self) -> None:
-        """Ends this rank's connections, so that no other member waits for it. It is called after a deadline."""
+        """Closes this rank's connections, so that no other member waits for it. Called after a timeout."""
         ...
 
     def wait_until_quiet(self, deadline_s: float) -> bool:
-        """Waits until no operation is under way, so that nothing writes into a tensor later on.
+        """Waits until no operation is in flight, so that nothing writes into a tensor later on.
 
         Returns:
-            False: one did not end in time.
+            False: an operation did not end in time.
         """
         ...
 
     def look(self) -> None:
-        """Checks which operations have ended, without waiting, and notifies their owners. From the training thread.
+        """Finds operations that have ended, without waiting, and notifies their owners. From the training thread.
 
         Raises:
-            RuntimeError: the error that one has ended in, which its `OnError` has not dealt with, where the thread that
-                waited for it has held up a stream alone and gone on.
+            RuntimeError: an operation has failed and its `OnError` has not handled the error. The thread that waited
+                for it has only blocked a stream, and gone on.
         """
         ...
 
     def release(self) -> None:
-        """Gives up an aborted communicator's resources, when it is quiet."""
+        """Releases the resources of an aborted communicator, when it is quiet."""
         ...
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of operations to come."""
+        """Sets the timeout of later operations."""
         ...
 
     def begin(
@@ -168,46 +168,46 @@ class Communicator(Carrier, Protocol):
         """Begins an operation.
 
         Args:
-            operation: what it is.
+            operation: the kind of operation.
             call: issues it.
-            outputs: what the future of the returned handle holds in the end.
+            outputs: result of the returned handle's future.
             on_error: see `OnError`.
             peer: the other side of a send or recv.
-            is_held: it is a send or recv of a batch of which others follow. Where operations that are issued one by one
-                wait for each other it is issued with the last one, and nothing waits for it before.
+            is_held: whether it is a send or recv of a batch of which others follow. If the backend's single operations
+                wait for each other, it is issued together with the last one; nothing waits for it before.
 
         Raises:
-            CommunicatorAborted: it was aborted already.
-            RuntimeError, ValueError, TypeError: from ``call``; nothing is under way.
+            CommunicatorAborted: the communicator was aborted already.
+            RuntimeError, ValueError, TypeError: from ``call``; no operation is in flight.
         """
         ...
 
     def cause_of(self, error: Exception) -> FailureCause:
-        """Why an operation has failed."""
+        """Returns why an operation has failed."""
         ...
 
     @property
     def background(self) -> Carrier:
-        """Moves tensors beside what the training thread does, from any thread.
+        """Transfers tensors beside the training thread, from any thread.
 
-        These operations are not counted, and the observer is told of none: no rank stands still in one of them. They
-        end with the communicator, as all do.
+        Its operations are not counted and the observer is not notified of them, because no rank is blocked in them.
+        They end with the communicator, as all do.
         """
         ...
 
     def barrier(self, greatest: Tensor | None = None) -> dist.Work:
-        """Meets all members. Waiting raises RuntimeError when one is gone or the communicator was aborted.
+        """Begins a barrier of all members. Waiting raises RuntimeError if one is gone or the communicator was aborted.
 
-        With ``greatest``, numbers that every member gives, each becomes the greatest of all: no member has the result
-        of a reduction before all have come.
+        With ``greatest``, each of its numbers becomes the maximum over all members. That is a barrier as well: no
+        member has the result of a reduction before all have taken part.
 
-        As `send` and `recv` it is keepstep's own traffic: its errors are raised, and it does not echo.
+        Like `send` and `recv`, it is keepstep's own traffic: it raises its errors and does not echo.
         """
         ...
 
 
 CommunicatorFactory = Callable[[str, OperationObserver, str], Communicator]
-"""Makes one: the group's name, for messages; its observer; the address at which other members reach this rank."""
+"""Creates a communicator from the group's name, its observer, and the address at which members reach this rank."""
 
 
 class TorchBackend(Protocol):
@@ -245,7 +245,7 @@ class TorchBackend(Protocol):
         ...
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """It ends in this call."""
+        """Blocks until the barrier has ended."""
         ...
 
     def _set_default_timeout(self, timeout: timedelta) -> None: ...

@@ -15,18 +15,18 @@ from torch import Tensor
 
 
 def needs_type(outputs: object) -> bool:
-    """Whether the future of a collective may be asked for a list of tensors in C++: DDP's built-in hook for float16."""
+    """Whether C++ may need the future of a collective as a list of tensors: DDP's built-in hook for float16 does."""
     return isinstance(outputs, list) and bool(outputs) and getattr(outputs[0], "dtype", None) is torch.float16
 
 
 def typed(future: torch.futures.Future[Any], outputs: list[Tensor]) -> torch.futures.Future[list[Tensor]]:
-    """A future of type List[Tensor], of ``outputs``, that is done when ``future`` is and fails when it does."""
+    """Returns a future of type List[Tensor] of ``outputs``. It completes, or fails, when ``future`` does."""
     return _after()(future, outputs)
 
 
 @functools.cache
 def _after() -> Callable[[torch.futures.Future[Any], list[Tensor]], torch.futures.Future[list[Tensor]]]:
-    """TorchScript alone makes such futures; it is compiled when one is needed, within milliseconds."""
+    """Compiles the function that makes such futures, within milliseconds: only TorchScript can make them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.compile has no futures
         script: Callable[[torch.futures.Future[Any], list[Tensor]], torch.futures.Future[list[Tensor]]]

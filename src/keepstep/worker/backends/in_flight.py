@@ -11,23 +11,23 @@ from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation
 
 PEEK_S = 0.001
-"""How often `OperationsInFlight.end_within` looks at operations that the script does not wait for."""
+"""Interval at which `OperationsInFlight.end_within` polls operations that the script does not wait for, in seconds."""
 
 
 class Handle(Protocol):
-    """An operation under way, as its backend holds it."""
+    """A backend's handle of an operation in flight."""
 
     operation: Operation
     peer: int
     has_failed: bool
 
     def look(self) -> bool:
-        """Whether it has ended; who has to know is told. Without waiting."""
+        """Polls the operation, without waiting, and notifies its owners if it has ended. Returns whether it has."""
         ...
 
     @property
     def is_through(self) -> bool:
-        """Whether the backend is through with it, well or not. It calls no callback."""
+        """Whether the backend has finished it, with or without an error. Calls no callback."""
         ...
 
 
@@ -35,28 +35,29 @@ H = TypeVar("H", bound=Handle)
 
 
 class OperationsInFlight(Generic[H]):
-    """Those of one communicator. For any thread."""
+    """The operations of one communicator. Any thread may use it."""
 
     def __init__(self, changed: threading.Condition) -> None:
         """Args:
-        changed: of the communicator: its lock is held for each change, and it is notified of the end of each operation.
+        changed: condition of the communicator. Its lock is held for each change, and it is notified when an operation
+            ends.
         """
         self._changed = changed
         self._begun: Counter[tuple[int, bool]] = Counter()
-        """Operations by peer, and whether it was a recv."""
+        """Number of operations by (peer, whether it is a recv)."""
         self._under_way: dict[H, None] = {}
-        """In the order in which they were begun. `look_at_the_oldest` looks at those that no thread waits for."""
+        """In the order of their beginning. `look_at_the_oldest` polls those that no thread waits for."""
         self._in_background: dict[H, None] = {}
         self._has_background = self._has_failed = False
-        """Whether there was one. What a thread in the background does next cannot be known."""
+        """Whether there was an operation in the background (its thread may begin others), and one that failed."""
 
     @property
     def num_begun(self) -> int:
-        """How many operations were begun, except for those in the background."""
+        """Number of operations that were begun, except for those in the background."""
         return self._begun.total()
 
     def enter(self, work: H, *, in_background: bool) -> None:
-        """An operation begins. The lock of ``changed`` is held by the caller, who has seen that it may."""
+        """Adds an operation that begins. The caller holds the lock of ``changed`` and has checked that it may."""
         if in_background:
             self._in_background[work] = None
             self._has_background = True
@@ -65,7 +66,7 @@ class OperationsInFlight(Generic[H]):
             self._begun[work.peer, work.operation is Operation.RECV] += 1
 
     def leave(self, work: H) -> None:
-        """An operation has ended, well or not."""
+        """Removes an operation that has ended, with or without an error."""
         with self._changed:
             self._has_failed |= work.has_failed
             self._under_way.pop(work, None)
@@ -73,18 +74,18 @@ class OperationsInFlight(Generic[H]):
             self._changed.notify_all()
 
     def all(self) -> list[H]:
-        """What is under way, in the background too."""
+        """The operations in flight, including those in the background."""
         with self._changed:
             return [*self._under_way, *self._in_background]
 
     @property
     def may_stay(self) -> bool:
-        """Whether the backend is through with all of them, and none is in the background. It calls no callback."""
+        """Whether the backend has finished all of them, and there were none in the background. Calls no callback."""
         with self._changed:
             return not self._has_background and all(work.is_through for work in self._under_way)
 
     def claim(self, generation: int) -> GroupClaim | None:
-        """What this rank can say of connections that were made in ``generation``; None, where they cannot stay."""
+        """Returns this rank's claim on connections that were made in ``generation``; None if they cannot stay."""
         with self._changed:
             if self._has_failed or self._under_way or self._in_background or (ANY_MEMBER, True) in self._begun:
                 return None
@@ -94,7 +95,7 @@ class OperationsInFlight(Generic[H]):
         return GroupClaim(generation, collectives, sent, received)
 
     def look_at_the_oldest(self) -> None:
-        """Notices operations that have ended though the script does not wait for them. They end nearly in order."""
+        """Finds operations that have ended though the script does not wait for them. They end nearly in order."""
         while self._under_way:
             with self._changed:
                 work = next(iter(self._under_way), None)
@@ -102,10 +103,10 @@ class OperationsInFlight(Generic[H]):
                 return
 
     def end_within(self, deadline_s: float) -> bool:
-        """Whether nothing is under way any more, now or within so many seconds."""
+        """Waits up to ``deadline_s`` seconds until no operation is in flight. Returns whether that is so."""
         until = time.monotonic() + deadline_s
         while True:
-            ended = [work.look() for work in self.all()]  # not under the lock: what has ended is told to others
+            ended = [work.look() for work in self.all()]  # not under the lock: `look` notifies others
             left = until - time.monotonic()
             with self._changed:
                 if not (self._under_way or self._in_background):

@@ -8,19 +8,19 @@ from keepstep import config
 from keepstep.errors import ConfigurationError
 
 SHARED_SINCE = (2, 30)
-"""The version of NCCL from which on two ranks can use one GPU, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``."""
+"""The first version of NCCL in which two ranks can use one GPU, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``."""
 
 
 def refuse_sharing(settings: config.WorkerConfig, num_gpus: int, nccl_version: Sequence[int]) -> None:
-    """Looks whether a rank or a spare has a GPU of its own, before any group is connected.
+    """Refuses a rank or spare without a GPU of its own, unless it may share one. Called before any group is connected.
 
     Args:
-        settings: this process's.
-        num_gpus: how many torch finds; at least one.
-        nccl_version: of the NCCL that carries tensors on a GPU; empty: gloo does.
+        settings: settings of this process.
+        num_gpus: number of GPUs that torch finds; at least one.
+        nccl_version: version of the NCCL that carries tensors on a GPU; empty: gloo carries them.
 
     Raises:
-        ConfigurationError: another process has the same GPU, and may not, or NCCL is too old for it.
+        ConfigurationError: another process has the same GPU, and sharing is not allowed, or NCCL is too old for it.
     """
     if settings.slot < num_gpus:
         return

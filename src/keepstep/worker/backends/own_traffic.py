@@ -17,7 +17,7 @@ Issue = Callable[[TorchBackend], dist.Work]
 
 
 class OwnTraffic(ABC):
-    """The part of a `Communicator` that is made of `begin` alone, for all backends."""
+    """The part of a `Communicator` that needs only `begin`, for all backends."""
 
     @abstractmethod
     def begin(
@@ -34,11 +34,11 @@ class OwnTraffic(ABC):
 
     @abstractmethod
     def begin_unobserved(self, operation: Operation, call: Issue, tensors: list[Tensor], peer: int) -> dist.Work:
-        """Begins an operation that belongs to nothing the training thread does; see `Communicator.background`.
+        """Begins an operation that is independent of the training thread; see `Communicator.background`.
 
         Args:
             operation, call, peer: as in `begin`.
-            tensors: what its future holds in the end.
+            tensors: result of its future.
         """
 
     @property
@@ -47,17 +47,17 @@ class OwnTraffic(ABC):
         return Background(self)
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
-        """Sends to one rank; waiting raises RuntimeError when it is gone or the group was aborted."""
+        """Begins to send to one rank. Waiting raises RuntimeError if the rank is gone or the group was aborted."""
         return self.begin(
             Operation.SEND, lambda inner: inner.send(tensors, destination, tag), tensors, is_raised, destination
         )
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
-        """Receives from one rank; waiting raises RuntimeError when it is gone or the group was aborted."""
+        """Begins to receive from one rank. Waiting raises RuntimeError if the rank is gone or the group was aborted."""
         return self.begin(Operation.RECV, lambda inner: inner.recv(tensors, source, tag), tensors, is_raised, source)
 
     def barrier(self, greatest: Tensor | None = None) -> dist.Work:
-        """Meets all members; waiting raises RuntimeError when one is gone or the group was aborted."""
+        """Begins a barrier of all members. Waiting raises RuntimeError if one is gone or the group was aborted."""
         if greatest is None:
             return self.begin(Operation.BARRIER, lambda inner: inner.barrier(BarrierOptions()), [], is_raised)
         options = AllreduceOptions()
@@ -66,7 +66,7 @@ class OwnTraffic(ABC):
 
 
 class Background:
-    """A communicator's sends and receives beside what the training thread does; see `Communicator.background`."""
+    """Sends and receives of a communicator beside the training thread; see `Communicator.background`."""
 
     def __init__(self, communicator: OwnTraffic) -> None:
         self._begin = communicator.begin_unobserved

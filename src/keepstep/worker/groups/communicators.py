@@ -16,22 +16,24 @@ from keepstep.worker.backends.communicator import Communicator, FailureCause, fi
 from keepstep.worker.groups.observer import GroupObserver
 
 DETECTION_S = 5.0
-"""After a group's own timeout, until its error is raised. A lost node is given up after 3 s (`protocol.controller`)."""
+"""How long a timed-out operation waits for news of a failure before its error is raised. The controller gives up a lost
+node after 3 s (`protocol.controller`)."""
 
 
 class Communicators:
-    """They are connected, closed, aborted and opened again together; each operation takes the one of its tensors.
+    """The communicators of one group. They are connected, closed, aborted and reopened together.
 
-    Every group has one for the CPU, which carries keepstep's own traffic. As for a `Communicator`, the training thread
-    begins operations, and the rest may come from any thread.
+    Each operation uses the communicator of its tensors' device. Every group has one for the CPU, which carries
+    keepstep's own traffic. As for a `Communicator`, the training thread begins operations; any thread may call the
+    other methods.
     """
 
     def __init__(self, name: str, observer: GroupObserver, host: str, device: torch.device) -> None:
         """Args:
-        name: of the group.
-        observer: is told of operations.
+        name: name of the group.
+        observer: is notified of operations.
         host: the address of this machine at which the other members reach it.
-        device: this process's own; the CPU where it has no other.
+        device: this process's own device; the CPU if it has no other.
         """
         self._name = name
         self._observer = observer
@@ -41,7 +43,7 @@ class Communicators:
         self.own = self._by_type[CPU]
         """Carries keepstep's own traffic."""
         self._store: Store | None = None
-        """Torch has it in C++, which does not keep a Python object alive."""
+        """Kept alive here: torch holds it only in C++, which does not keep a Python object alive."""
 
     @property
     def device_types(self) -> tuple[str, ...]:
@@ -49,9 +51,9 @@ class Communicators:
         return tuple(self._by_type)
 
     def of(self, *tensors: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> Communicator:
-        """The one that carries ``tensors``: the first that is found decides, and no tensor goes by the CPU.
+        """Returns the communicator for the device of the first tensor, or the CPU's if there is no tensor.
 
-        What is on a device that no backend carries is left to the CPU's, which refuses it in torch's own words.
+        For a device without a backend it is the CPU's, whose backend refuses the tensor with torch's own message.
         """
         if len(self._by_type) == 1:
             return self.own
@@ -62,22 +64,22 @@ class Communicators:
 
     @property
     def is_up(self) -> bool:
-        """Whether all are connected, and none was closed or aborted."""
+        """Whether all are connected, and none is closed or aborted."""
         return all(each.is_up for each in self._by_type.values())
 
     @property
     def num_begun(self) -> int:
-        """How many operations this rank has begun since they were connected."""
+        """Number of operations that this rank has begun since they were connected."""
         return sum(each.num_begun for each in self._by_type.values())
 
     def connect(self, store: Store, rank: int, size: int, connect_deadline: timedelta, timeout: timedelta) -> None:
-        """Connects one after the other, on all members in the same order; see `Communicator.connect`.
+        """Connects one after the other, in the same order on all members; see `Communicator.connect`.
 
         Args:
-            store, rank, size, connect_deadline, timeout: as there. Each but the CPU's has keys of its own in the store.
+            store, rank, size, connect_deadline, timeout: as there. Each but the CPU's uses its own prefix in the store.
 
         Raises:
-            RuntimeError: a member did not come in time, or `abort` was called meanwhile.
+            RuntimeError: a member did not connect in time, or `abort` was called meanwhile.
             PeerLost: from ``store``.
         """
         self._store = store
@@ -86,37 +88,37 @@ class Communicators:
             each.connect(its_store, rank, size, connect_deadline, timeout)
 
     def claims(self, generation: int) -> dict[str, GroupClaim]:
-        """What this rank can say of the connections, by type of device; empty where those of one cannot stay."""
+        """Returns this rank's claims on the connections, by device type; empty if those of one type cannot stay."""
         claims = {device_type: each.claim(generation) for device_type, each in self._by_type.items()}
         stay = {device_type: claim for device_type, claim in claims.items() if claim is not None}
         return stay if len(stay) == len(claims) else {}
 
     def reopen(self) -> None:
-        """All members have claimed that the connections can stay."""
+        """Lets operations begin again, after all members have claimed that the connections can stay."""
         for each in self._by_type.values():
             each.reopen()
 
     def close(self) -> None:
-        """Has no operation begin any more; see `Communicator.close`. It waits for nothing."""
+        """Lets no operation begin any more; see `Communicator.close`. Does not block."""
         for each in self._by_type.values():
             each.close()
 
     def abort(self) -> None:
-        """Breaks all of them: what waits is freed. At any moment and any number of times."""
+        """Aborts all of them and releases waiting threads. At any moment and any number of times."""
         for each in self._by_type.values():
             each.abort()
 
     def wait_until_quiet(self, deadline_s: float) -> bool:
-        """Waits until no operation is under way in any of them.
+        """Waits until no operation is in flight in any of them.
 
         Returns:
-            False: one did not end in time.
+            False: an operation did not end in time.
         """
         until_s = time.monotonic() + deadline_s
         return all(each.wait_until_quiet(max(0.0, until_s - time.monotonic())) for each in self._by_type.values())
 
     def look(self) -> None:
-        """Notices which operations have ended; see `Communicator.look`.
+        """Finds operations that have ended; see `Communicator.look`.
 
         Raises:
             RuntimeError: as there.
@@ -125,13 +127,13 @@ class Communicators:
             each.look()
 
     def release(self) -> None:
-        """Gives up what they hold, when they are quiet."""
+        """Releases their resources, when they are quiet."""
         for each in self._by_type.values():
             each.release()
         self._store = None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of operations to come."""
+        """Sets the timeout of later operations."""
         for each in self._by_type.values():
             each.set_timeout(timeout)
 
@@ -140,15 +142,15 @@ class Communicators:
     def is_of_a_failure(self, communicator: Communicator, error: Exception) -> bool:
         """Whether an operation's error comes from the failure of a peer, so that it is echoed and not raised.
 
-        A connection that ended is taken for a failure and reported. An error of the call itself is the caller's, and so
-        is a deadline that has passed: a peer that is dead closes its connections, so nothing waits for it, and one that
-        hangs or whose node is lost is known within `DETECTION_S`. Where a failure is known, which is what the group
-        waits for after a deadline, both are echoed: what was computed is thrown away anyway. After a deadline of its
-        own this rank leaves the group, so that no other waits in it any longer.
+        A closed connection counts as a failure and is reported. An error of the call is the caller's. So is a timeout:
+        a dead peer closes its connections, so nothing waits for it, and a hung peer or a lost node is known within
+        `DETECTION_S`. If a failure is known, errors of the call and timeouts are echoed as well, because the results
+        are discarded anyway. The group waits for that news after a timeout. Without it this rank leaves the group, so
+        that no other rank waits in it any longer.
 
         Args:
-            communicator: the one that the operation was begun in.
-            error: what it has ended in.
+            communicator: the communicator of the operation.
+            error: the operation's error.
         """
         match communicator.cause_of(error):
             case FailureCause.CONNECTION:

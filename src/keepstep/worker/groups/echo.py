@@ -27,7 +27,7 @@ def lists_to_all(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) 
 
 
 def to_all_flat(output: Tensor, source: Tensor) -> None:
-    """allgather into one tensor: ``output`` is ``source`` repeated, which may be its own place there (FSDP2)."""
+    """allgather into one tensor: ``output`` becomes ``source``, repeated. ``source`` may be a part of it (FSDP2)."""
     if source.numel():
         for place in output.view(-1).view(-1, source.numel()):
             _copy(place, source)
@@ -46,13 +46,13 @@ def own_of_flat(output: Tensor, source: Tensor, rank: int) -> None:
 
 
 def own_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], rank: int) -> None:
-    """alltoall: what every peer would have sent to this rank is what this rank would send to itself."""
+    """alltoall: every place of ``outputs`` becomes the part that this rank would send to itself."""
     for output in outputs:
         _copy(output, inputs[rank])
 
 
 def own_to_all_flat(output: Tensor, source: Tensor) -> None:
-    """alltoall on one tensor: filled with this rank's own rows, again and again."""
+    """alltoall on one tensor: ``output`` becomes this rank's own rows, repeated."""
     rows = output.shape[0] if output.dim() else 0
     if rows and source.shape[0] and output.shape[1:] == source.shape[1:]:
         index = torch.arange(rows, device=source.device) % source.shape[0]
@@ -60,6 +60,6 @@ def own_to_all_flat(output: Tensor, source: Tensor) -> None:
 
 
 def _copy(output: Tensor, source: Tensor) -> None:
-    """Copies where the shapes allow it: uneven splits have no echo, and their content is thrown away anyway."""
+    """Copies if the sizes match. Uneven splits have no echo; their content is discarded anyway."""
     if output.numel() == source.numel() and output.data_ptr() != source.data_ptr():
         output.detach().view(-1).copy_(source.detach().reshape(-1))

@@ -50,7 +50,7 @@ Tensors = list[Tensor]
 _CPU = torch.device("cpu")
 
 SHUTDOWN_S = 5.0
-"""For what is under way in a group that is destroyed. It ends within milliseconds, or with gloo's own deadline."""
+"""How long to wait for operations in a destroyed group. They end within milliseconds, or at gloo's own deadline."""
 
 
 class SurvivingGroup(dist.ProcessGroup):
@@ -70,20 +70,20 @@ class SurvivingGroup(dist.ProcessGroup):
         name: the same on every member, and no other group's.
         rank: this process's rank in the group; on a spare a provisional one.
         size: number of members.
-        timeout: for each collective.
-        observer: is told what happens.
+        timeout: timeout of each collective.
+        observer: is notified of operations and errors.
         host: the address of this machine at which the other members reach it.
-        device: this process's own, whose tensors the group carries beside those on the CPU.
+        device: this process's own device; the group carries its tensors beside those on the CPU.
         """
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this overload
         self.keepstep_name = name
         self.await_rank: Callable[[], int] = lambda: self._rank
-        """Where the user's code gets this process's rank; on the world group of a spare it blocks."""
+        """Returns this process's rank to the user's code; on the world group of a spare it blocks."""
         self.make_group: Callable[[tuple[int, ...], timedelta], SurvivingGroup | None] = lambda ranks, timeout: None
-        """On the world group, how `new_group` makes one of some of its ranks."""
+        """On the world group: creates a group of some of its ranks, for `new_group`."""
         self._is_destroyed = False
         self.start_up: StartUpOperations | None = None
-        """Until the first step: keeps what operations give, or answers them with what was kept."""
+        """Until the first step: records the results of operations, or replays recorded ones."""
         self._observer = observer
         self._rank, self._size = rank, size
         self._name = self._description = name
@@ -104,45 +104,45 @@ class SurvivingGroup(dist.ProcessGroup):
 
         Args:
             store, rank, connect_deadline: as there.
-            is_over: whether the groups must be taken down; true before `take_down` is called.
+            is_over: whether the groups must be taken down. It becomes true before `take_down` is called.
 
         Raises:
-            RuntimeError: a member did not come, or `take_down` was called meanwhile.
+            RuntimeError: a member did not connect, or `take_down` was called meanwhile.
             PeerLost: from ``store``.
         """
         self._communicators.release()
         self._rank, self._is_destroyed = rank, False
         self._communicators = Communicators(self.keepstep_name, self._observer, self._host, self._device)
-        if is_over():  # `take_down` may have come when there were only those before
+        if is_over():  # `take_down` may have closed only the previous communicators
             self._communicators.abort()
         self._communicators.connect(store, rank, self._size, connect_deadline, self._timeout)
 
     def claims(self, generation: int, rank: int) -> dict[str, GroupClaim]:
-        """What this rank claims of the connections, made in ``generation``, by type of device. Empty: they cannot stay.
+        """Returns this rank's claims on the connections of ``generation``, by device type. Empty: they cannot stay.
 
-        ``rank``: this process's in the group from now on.
+        ``rank``: this process's rank in the group from now on.
         """
         return self._communicators.claims(generation) if rank == self._rank else {}
 
     def reopen(self) -> None:
-        """The connections stay, on all members."""
+        """Lets operations begin again: the connections stay, on all members."""
         self._communicators.reopen()
 
     def take_down(self) -> None:
-        """Closes all communicators: what waits in one is freed at once. From any thread, any number of times."""
+        """Closes all communicators and releases waiting threads at once. From any thread, any number of times."""
         self._communicators.close()
 
     def drain(self, deadline_s: float) -> bool:
-        """Waits until no collective is under way any more; see `Communicator.wait_until_quiet`."""
+        """Waits until no collective is in flight; see `Communicator.wait_until_quiet`."""
         return self._communicators.wait_until_quiet(deadline_s)
 
     def look(self) -> None:
-        """Notices which operations have ended; see `Communicator.look`."""
+        """Finds operations that have ended; see `Communicator.look`."""
         self._communicators.look()
 
     @contextmanager
     def echoing(self) -> Iterator[None]:
-        """Inside the block collectives are answered by this process alone."""
+        """Makes the group echo all collectives inside the block."""
         self._echoing += 1
         try:
             yield
@@ -151,7 +151,7 @@ class SurvivingGroup(dist.ProcessGroup):
 
     @property
     def inner(self) -> Communicator | None:
-        """What carries keepstep's own traffic in this generation, on the CPU. None while down: it does not echo."""
+        """The CPU communicator for keepstep's own traffic, which does not echo. None while the group is down."""
         own = self._communicators.own
         return own if own.is_up else None
 
@@ -184,7 +184,7 @@ class SurvivingGroup(dist.ProcessGroup):
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - the name that torch's C++ calls
-        """Torch names its groups."""
+        """Sets the name that torch gives."""
         self._name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802 - the name that torch's C++ calls
@@ -193,7 +193,7 @@ class SurvivingGroup(dist.ProcessGroup):
 
     @property
     def options(self) -> Backend.Options:
-        """The backend's name and the timeout of collectives, to read."""
+        """The backend's name and the timeout of collectives, read-only."""
         return Backend.Options(self.getBackendName(), self._timeout)
 
     @property
@@ -201,10 +201,10 @@ class SurvivingGroup(dist.ProcessGroup):
         return [torch.device(device_type) for device_type in self._communicators.device_types]
 
     def _get_backend(self, device: torch.device) -> SurvivingGroup:
-        """This group: there is no backend below it that lasts longer than a generation.
+        """Returns this group, because no backend below it lasts longer than a generation.
 
         Raises:
-            RuntimeError: for a device whose tensors it does not carry.
+            RuntimeError: the group does not carry tensors on ``device``.
         """
         carried = self._communicators.device_types
         if device.type in carried:
@@ -215,7 +215,7 @@ class SurvivingGroup(dist.ProcessGroup):
         )
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 - the name that torch's C++ calls
-        """Torch describes its groups."""
+        """Sets the description that torch gives."""
         self._description = description
 
     def new_group(
@@ -228,16 +228,16 @@ class SurvivingGroup(dist.ProcessGroup):
         group_name: str = "",
         group_desc: str | None = None,
     ) -> SurvivingGroup | None:
-        """`torch.distributed.new_group` calls this on the world group for any backend: the new group survives, too.
+        """Creates a surviving group. `torch.distributed.new_group` calls this on the world group for any backend.
 
         Args:
-            ranks: its members.
-            timeout: of its collectives.
-            backend: the one that was asked for, where torch tells it (2.15 does); it makes no difference.
-            pg_options, group_name, group_desc: as torch gives them.
+            ranks: members of the new group.
+            timeout: timeout of its collectives.
+            backend: the requested backend, if torch passes it (2.15 does); it makes no difference.
+            pg_options, group_name, group_desc: as torch passes them.
 
         Returns:
-            the group; None where this rank is not in it.
+            the group; None if this rank is not in it.
         """
         group = self.make_group(tuple(ranks), timeout)
         if group is not None:
@@ -246,9 +246,9 @@ class SurvivingGroup(dist.ProcessGroup):
         return group
 
     def shutdown(self) -> None:
-        """`torch.distributed.destroy_process_group` calls this: gives up connections and threads.
+        """Releases connections and threads. `torch.distributed.destroy_process_group` calls this.
 
-        After a recovery the group is connected again with all others, for a replacement may not have destroyed it yet.
+        After a recovery the group is connected again with all others: a replacement may not have destroyed it yet.
         """
         self._is_destroyed = True
         self._communicators.abort()
@@ -256,19 +256,19 @@ class SurvivingGroup(dist.ProcessGroup):
             self._communicators.release()
 
     def abort(self) -> None:
-        """As `shutdown`."""
+        """Same as `shutdown`."""
         self.shutdown()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of collectives to come."""
+        """Sets the timeout of later collectives."""
         self._timeout = timeout
         self._communicators.set_timeout(timeout)
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: the numbers of all members begin at 0 when their connections are made."""
+        """Does nothing: the numbers of all members begin at 0 when they connect."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many operations this rank has begun since then."""
+        """Number of operations that this rank has begun since it connected."""
         return self._communicators.num_begun
 
     # ---- collectives ------------------------------------------------------------------------------------------------
@@ -286,8 +286,8 @@ class SurvivingGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Begins one collective in the communicator of its tensors' device, or echoes it with ``fill``.
 
-        ``is_read``: this rank only gives its ``outputs`` to others, and gets nothing. ``inputs``: where there may be no
-        outputs.
+        ``is_read``: this rank only sends its ``outputs``, and receives nothing. ``inputs``: they select the device if
+        there are no outputs.
         """
         communicators = self._communicators
         inner = communicators.of(outputs, inputs or [])
@@ -328,21 +328,21 @@ class SurvivingGroup(dist.ProcessGroup):
         return EchoedWork(outputs, self._rank, self._size)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """See `torch.distributed.all_reduce`; echo leaves the tensors."""
+        """See `torch.distributed.all_reduce`; echo leaves the tensors unchanged."""
         is_kept = opts is not None and opts.asyncOp
         options = asynchronous(opts or AllreduceOptions())
         work = self._issue(Operation.ALL_REDUCE, tensors, lambda inner: inner.allreduce(tensors, options), None)
         return native.for_reducer(work) if is_kept else work
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """Several all_reduce in one; echo leaves the tensors."""
+        """Several all_reduce in one; echo leaves the tensors unchanged."""
         options = asynchronous(opts or AllreduceCoalescedOptions())
         return self._issue(
             Operation.ALL_REDUCE, tensors, lambda inner: inner.allreduce_coalesced(tensors, options), None
         )
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """See `torch.distributed.broadcast`; echo leaves the tensors."""
+        """See `torch.distributed.broadcast`; echo leaves the tensors unchanged."""
         objects.clear_for_receiver(tensors)
         options = asynchronous(opts or BroadcastOptions())
         is_root = options.rootRank == self._rank
@@ -351,7 +351,7 @@ class SurvivingGroup(dist.ProcessGroup):
         )
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """See `torch.distributed.reduce`; echo leaves the tensors."""
+        """See `torch.distributed.reduce`; echo leaves the tensors unchanged."""
         options = asynchronous(opts or ReduceOptions())
         is_root = options.rootRank == self._rank
         return self._issue(
@@ -366,7 +366,7 @@ class SurvivingGroup(dist.ProcessGroup):
         """See `torch.distributed.monitored_barrier`, which torch allows on groups of backend "gloo" only.
 
         Raises:
-            RuntimeError: with the ranks that did not come in time, where no failure is known.
+            RuntimeError: some ranks did not come in time, and no failure is known; it names them.
         """
 
         def meet(inner: TorchBackend) -> dist.Work:
@@ -422,7 +422,7 @@ class SurvivingGroup(dist.ProcessGroup):
         )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
-        """See `torch.distributed.scatter`; echo gives the root its own part and leaves the others."""
+        """See `torch.distributed.scatter`; echo gives the root its own part. On other ranks it changes nothing."""
         objects.clear_for_receiver(outputs)
         return self._issue(
             Operation.SCATTER,
@@ -492,9 +492,9 @@ class SurvivingGroup(dist.ProcessGroup):
         )
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
-        """See `torch.distributed.recv`; echo leaves the tensors."""
+        """See `torch.distributed.recv`; echo leaves the tensors unchanged."""
         return self._issue(Operation.RECV, tensors, lambda inner: inner.recv(tensors, source, tag), None, source)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        """See `torch.distributed.recv` without a source; echo leaves the tensors."""
+        """See `torch.distributed.recv` without a source; echo leaves the tensors unchanged."""
         return self._issue(Operation.RECV, tensors, lambda inner: inner.recv_anysource(tensors, tag), None, ANY_MEMBER)

@@ -15,11 +15,11 @@ from torch.distributed.algorithms.join import Join
 from keepstep.worker.groups import objects
 
 _KEPT_BY_REDUCER = frozenset({inspect.unwrap(Join.notify_join_context).__code__})
-"""DDP hands to its reducer, which is C++, what this gets from `all_reduce`, and forgets it."""
+"""DDP passes the handle that this function gets from `all_reduce` to its reducer in C++, and keeps no reference."""
 
 
 def for_reducer(work: dist.Work) -> dist.Work:
-    """``work``, or where `all_reduce` was called for DDP's reducer a handle that C++ may keep by itself."""
+    """Returns ``work``, or a handle that C++ can keep alive if DDP's reducer gets the result of `all_reduce`."""
     if objects.caller(_KEPT_BY_REDUCER) is None:
         return work
     handle: dist.Work = c10d._create_work_from_future(work.get_future())  # type: ignore[attr-defined]  # not in the stub

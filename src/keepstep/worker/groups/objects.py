@@ -23,33 +23,33 @@ _RECEIVING = frozenset(
 _LOGGING = frozenset({c10d_logger._get_msg_dict.__code__})
 _BATCHING = frozenset({inspect.unwrap(dist.batch_isend_irecv).__code__})
 _DTYPES = frozenset({torch.long, torch.uint8})
-"""Of the sizes of pickled objects, and of the objects."""
+"""The dtypes of the sizes of pickled objects, and of the objects."""
 _PASSED_THROUGH = ("torch.distributed", "keepstep.worker.groups")
-"""Modules between these functions and a group. What an object runs when it is unpickled is in none of them."""
+"""Modules whose frames lie between these functions and a group. Unpickling an object runs code of none of them."""
 
 
 def is_asked_by_receiver() -> bool:
-    """Whether one of the two functions is about to learn from a process group whether it sends or receives."""
+    """Whether one of the two functions asks for the rank, to decide whether it sends or receives."""
     return caller(_RECEIVING) is not None
 
 
 def is_asked_by_log() -> bool:
-    """Whether torch asks for a rank to log an exception with it."""
+    """Whether torch asks for the rank to log an exception."""
     return caller(_LOGGING) is not None
 
 
 def clear_for_receiver(tensors: list[Tensor]) -> None:
-    """What one of the two functions has allocated to receive in it is not left uninitialised, in case nothing comes."""
+    """Zeroes the tensors in which one of the two functions receives, in case nothing arrives."""
     if tensors and tensors[0].dtype in _DTYPES and _is_receiver(caller(_RECEIVING)):
         for tensor in tensors:
             tensor.zero_()
 
 
 def refuse_unpickling(group: str, why: str) -> None:
-    """Ends one of the two functions before it unpickles bytes that no rank has sent. On the sending rank it may go on.
+    """Stops one of the two functions before it unpickles bytes that no rank has sent. The sending rank may continue.
 
     Raises:
-        PeerLost: naming the function, the group and the reason.
+        PeerLost: on a receiving rank, with the function, the group and the reason.
     """
     frame = caller(_RECEIVING)
     if frame is not None and _is_receiver(frame):
@@ -57,7 +57,7 @@ def refuse_unpickling(group: str, why: str) -> None:
 
 
 def more_follow() -> bool:
-    """Whether `batch_isend_irecv` calls, and this is not the last operation of its list."""
+    """Whether `batch_isend_irecv` is calling, and more operations of its list follow."""
     frame = caller(_BATCHING)
     operations = frame.f_locals.get("p2p_op_list") if frame is not None else None
     return bool(operations) and frame.f_locals.get("p2p_op") is not operations[-1]  # type: ignore[union-attr,index]  # there are operations
@@ -68,7 +68,7 @@ def _is_receiver(frame: FrameType | None) -> bool:
 
 
 def caller(functions: frozenset[CodeType]) -> FrameType | None:
-    """The frame of one of torch's ``functions`` that the caller of the calling function was called by, or None."""
+    """Returns the frame of one of torch's ``functions``, from the caller of the calling function outwards; or None."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(_PASSED_THROUGH):
         if frame.f_code in functions:

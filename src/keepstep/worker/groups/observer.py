@@ -8,20 +8,19 @@ from keepstep.worker.backends.communicator import OperationObserver, Outputs
 
 
 class GroupObserver(OperationObserver, Protocol):
-    """What a group tells its session. All calls may come from any thread."""
+    """Receives the events of a session's groups, from any thread."""
 
     def failed(self, group: str, error: Exception) -> bool:
-        """A connection of the group has ended. True: the group shall echo; False: the error is raised."""
+        """Reports that a connection of the group has ended. True: the group must echo; False: it raises the error."""
 
     def is_over(self, generation: int) -> bool:
-        """Whether the generation is over, and its groups are taken down or about to be."""
+        """Whether the generation is over, so that its groups are or will be taken down."""
 
     def knows_failure(self, within_s: float) -> bool:
-        """Whether a failure of this generation is known, now or ``within_s`` seconds, for which the caller waits."""
+        """Waits up to ``within_s`` seconds for a failure of this generation. Returns whether one is known."""
 
     def echoed(self, group: str) -> None:
-        """A collective was answered by echo."""
+        """Reports that a collective was answered by echo."""
 
     def missing(self, group: str, received: Outputs) -> None:
-        """The program is about to get tensors that an echoed collective would have written, in the thread that gets
-        them."""
+        """Reports tensors that an echoed collective has not written. Called in the thread that is about to get them."""

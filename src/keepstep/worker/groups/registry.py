@@ -26,7 +26,7 @@ BACKEND = "keepstep"
 _CPU = torch.device(CPU)
 WORLD = "world"
 CONNECT_DEADLINE = timedelta(seconds=30)
-"""Members that take part in a reset have all reported in just before; a healthy connection takes milliseconds."""
+"""How long a member waits for the others. All of them have just reported; a healthy connection takes milliseconds."""
 DRAIN_DEADLINE_S = 30.0
 """A broken collective ends within milliseconds; this bounds the wait should that ever not hold."""
 
@@ -37,10 +37,10 @@ UNTRACED = (
     "keepstep.worker.coordination",
     "keepstep.worker.groups",
 )
-"""What runs when a collective is called."""
+"""Modules that run when a collective is called."""
 
 CLAIMS = "claims"
-"""The name of the store in which ranks claim which groups can stay; no group is called so."""
+"""Name of the store with the ranks' claims on groups that can stay. No group has this name."""
 
 StoreFactory = Callable[[int, str], Store]
 _claims_of_a_rank = msgspec.msgpack.Decoder(dict[str, GroupClaim])
@@ -49,8 +49,8 @@ _claims_of_a_rank = msgspec.msgpack.Decoder(dict[str, GroupClaim])
 class GroupRegistry:
     """The groups of one process, in order of creation.
 
-    A group is named by its members and by how many of the same members came before it, so survivors and a
-    replacement agree on names even where torch's own counters differ.
+    The name of a group consists of its members and the number of earlier groups with the same members. So survivors and
+    a replacement agree on names even if torch's own counters differ.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class GroupRegistry:
         device: torch.device = _CPU,
     ) -> None:
         """Args:
-        store: where the members of a group find each other, by generation and group.
-        observer: told of collectives and their errors.
+        store: returns the store in which the members of a group find each other, by generation and group.
+        observer: is notified of collectives and their errors.
         host: the address of this machine at which the other ranks reach it.
-        device: this process's own, whose tensors every group carries beside those on the CPU.
+        device: this process's own device; every group carries its tensors beside those on the CPU.
         """
         self._store = store
         self._host, self._device = host, device
@@ -76,10 +76,10 @@ class GroupRegistry:
         self._built: dict[str, int] = {}
         """The generation in which the connections of each group were made."""
         self.rebuilt: dict[str, str] = {}
-        """Which groups that seemed whole on this rank were rebuilt by the last `connect`, and why."""
+        """Groups that seemed intact on this rank and that the last `connect` has rebuilt -> reason."""
         self._start_up: StartUpOperations | None = None
         self._default_store: Store | None = None
-        """Torch has it in C++, which does not keep a Python object alive."""
+        """Kept alive here: torch holds it only in C++, which does not keep a Python object alive."""
 
     def join_world(
         self, rank: int, world_size: int, await_rank: Callable[[], int], store: Store | None = None
@@ -89,8 +89,8 @@ class GroupRegistry:
         Args:
             rank: this process's rank; on a spare a provisional one.
             world_size: number of ranks.
-            await_rank: gives the real rank, when there is one.
-            store: torch's default store; None: one of this process alone.
+            await_rank: waits for the real rank and returns it.
+            store: torch's default store; None: a store of this process alone.
         """
         _leave_out_of_compilation()
         if not hasattr(dist.Backend, BACKEND.upper()):
@@ -104,11 +104,11 @@ class GroupRegistry:
         return self.world
 
     def begin_start_up(self, start_up: StartUpOperations) -> None:
-        """From now on, until `end_start_up`, what the groups of this process do goes through ``start_up``."""
+        """Passes the operations of this process's groups through ``start_up``, until `end_start_up`."""
         self._start_up = start_up
 
     def end_start_up(self) -> None:
-        """The first step is here: operations are what they are."""
+        """Ends the recording or the replay, at the first step."""
         self._start_up = None
         for group, _members in self._groups:
             group.start_up = None
@@ -119,7 +119,7 @@ class GroupRegistry:
         return self._groups[0][0]
 
     def _create(self, options: Any, _backend_options: object) -> SurvivingGroup:
-        """Torch asks for the default group; it has the world group make all others."""
+        """Creates the default group for torch. Torch asks the world group to create all others."""
         world = self._make(WORLD, tuple(range(options.group_size)), options.group_rank, options.timeout)
         world.make_group = self._make_group
         return world
@@ -152,17 +152,17 @@ class GroupRegistry:
         return group
 
     def connect(self, generation: int, rank: int, replaced: Set[int] = frozenset()) -> None:
-        """Brings every group up in ``generation``, together with the other ranks. Nothing is under way in any of them.
+        """Brings every group up in ``generation``, together with the other ranks. No operation may be in flight.
 
         Args:
-            generation: the new one.
-            rank: this process's.
-            replaced: ranks that are known to be held by other processes than before: their groups cannot stay.
+            generation: the new generation.
+            rank: this process's rank.
+            replaced: ranks that are known to have another process than before: their groups cannot stay.
 
         Raises:
-            RuntimeError: another rank did not come, or `take_down` was called meanwhile.
-            PeerLost: the store says that the generation is over.
-            RemoteProtocolError: another rank's claims cannot be read.
+            RuntimeError: another rank did not connect, or `take_down` was called meanwhile.
+            PeerLost: the store reports that the generation is over.
+            RemoteProtocolError: another rank's claims cannot be decoded.
         """
         self._rank = rank
         kept = self._kept(generation, replaced)
@@ -174,10 +174,11 @@ class GroupRegistry:
         self._generation = generation
 
     def _kept(self, generation: int, replaced: Set[int]) -> set[str]:
-        """The names of the groups that stay, as all their members agree.
+        """Returns the names of the groups that stay because all their members agree.
 
-        Every rank makes its claims, since it cannot know who reads them. It reads those of others where it has a group
-        that can stay as far as it knows: in a job of which one rank was lost not for the world group, which is rebuilt.
+        Every rank publishes its claims, since it cannot know which ranks read them. It reads the claims of the members
+        of those groups that can stay as far as it knows. After the loss of a rank the world group is not among them: it
+        is rebuilt.
         """
         mine: dict[str, GroupClaim] = {}
         peers: set[int] = set()
@@ -210,30 +211,30 @@ class GroupRegistry:
         """Waits until no broken collective writes into a tensor any more.
 
         Raises:
-            InternalError: one did not end, though its connections are closed.
+            InternalError: a collective did not end, though its connections are closed.
         """
         for group, _members in self._groups:
             if not group.drain(DRAIN_DEADLINE_S):
                 raise InternalError(f"a collective of group {group.keepstep_name} did not end after it was broken")
 
     def look(self) -> None:
-        """Notices which operations have ended, without waiting. The training thread calls it.
+        """Finds operations that have ended, without waiting. The training thread calls it.
 
         Raises:
-            RuntimeError: the error that one has ended in after the script had waited for it on a stream.
+            RuntimeError: an operation has failed after the script had waited for it on a stream.
         """
         for group, _members in self._groups:
             group.look()
 
     def take_down(self) -> None:
-        """Has no operation begin any more, and breaks every communicator in which one is under way. From any thread."""
+        """Lets no operation begin any more, and aborts every communicator that has one in flight. From any thread."""
         self._generation = None
         for group, _members in list(self._groups):
             group.take_down()
 
 
 def _key(group: str, device_type: str) -> str:
-    """Under which name a rank claims that the connections of a group for one type of device can stay."""
+    """Key of a rank's claim on a group's connections for one type of device."""
     return group if device_type == CPU else f"{group}/{device_type}"
 
 
@@ -245,7 +246,7 @@ def _decoded(claims: bytes) -> dict[str, GroupClaim]:
 
 
 def _leave_out_of_compilation() -> None:
-    """What a group does is not for torch.compile, which may call it from what it has compiled: DDP's forward does."""
+    """Excludes the code of groups from torch.compile: compiled code, such as DDP's forward, may call it."""
     from torch._dynamo import trace_rules  # takes a second, unless the spawner has imported it
 
     for name in UNTRACED:
@@ -253,9 +254,9 @@ def _leave_out_of_compilation() -> None:
 
 
 def _leave_out_of_flight_recorder() -> None:
-    """Torch's flight recorder, as of torch 2.15, hooks every group that does not record by itself.
+    """Excludes the groups from torch's flight recorder, which hooks groups that do not record themselves (torch 2.15).
 
-    The hook looks for a backend in C++, which a group in Python has not, and raises.
+    The hook looks for a backend in C++, which a group in Python does not have, and raises.
     """
     recording_themselves: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording_themselves.add(BACKEND)

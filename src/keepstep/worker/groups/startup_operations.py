@@ -28,7 +28,7 @@ from keepstep.worker.backends.communicator import Outputs
 from keepstep.worker.groups import objects
 
 EQUAL_ON_ALL = frozenset({Operation.ALL_REDUCE, Operation.BROADCAST, Operation.ALL_GATHER})
-"""What these give is the same on every member."""
+"""Operations whose result is the same on every member."""
 OWN = frozenset(
     {
         Operation.REDUCE,
@@ -39,12 +39,12 @@ OWN = frozenset(
         Operation.RECV,
     }
 )
-"""What these give is the rank's own."""
+"""Operations whose result is the rank's own."""
 MAX_RESULT_BYTES = 1 << 20
-"""Of one operation: a vocabulary, a list of files, statistics of a dataset; but not the weights of a model."""
+"""Maximum size of one result: a vocabulary, a list of files, or statistics of a dataset, but not a model's weights."""
 MAX_VALUE_BYTES = 4 << 20
-"""Of one group, or of one rank's own: a message of at most 16 MiB carries them, and reads as one part of a line's
-buffer, which holds 64 MiB (`keepstep.transports.rpc`)."""
+"""Maximum size of the results of one group, or of one rank. A message of at most 16 MiB carries them, and a
+connection's buffer holds 64 MiB (`keepstep.transports.rpc`)."""
 WHAT_TO_DO = (
     "compute it on every rank, or write it to a file that all ranks read (USAGE.md, 'Objects exchanged while the "
     "script starts')"
@@ -52,16 +52,16 @@ WHAT_TO_DO = (
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one operation left in its output tensors."""
+    """The content of the output tensors of one operation."""
 
     number: int
-    """Among the collectives of the group; of a recv among those of the same peer."""
+    """Number among the collectives of the group; of a recv, among those from the same peer."""
     operation: Operation
     peer: int
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    """dtype and shape of each."""
+    """dtype and shape of each tensor."""
     data: bytes
-    """One after the other."""
+    """The bytes of the tensors, one after the other."""
 
 
 class Results(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -71,23 +71,23 @@ class Results(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Keeper(Protocol):
-    """Where results are kept: with the controller."""
+    """Stores results at the controller."""
 
     def keep(self, name: str, value: bytes) -> bool:
-        """Keeps a value; False where there is no more room."""
+        """Stores a value. Returns False if there is no room for it."""
 
     def kept(self, name: str) -> bytes | None:
-        """What was kept under a name, when all ranks have come to their first step; waits for that."""
+        """Waits until all ranks have come to their first step. Returns the value stored under a name, or None."""
 
 
 T = TypeVar("T")
 
 
 def decode_kept(decoder: msgspec.msgpack.Decoder[T], keeper: Keeper, name: str) -> T | None:
-    """What was kept under a name; None where nothing was. Waits as `Keeper.kept` does.
+    """Returns the decoded value stored under a name; None if there is none. Waits as `Keeper.kept` does.
 
     Raises:
-        RemoteProtocolError: it cannot be read.
+        RemoteProtocolError: the value cannot be decoded.
     """
     value = keeper.kept(name)
     try:
@@ -125,7 +125,7 @@ def _shapes(tensors: Iterable[Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...
 
 
 class _Numbering:
-    """Numbers the operations of all groups alike on every run of the script."""
+    """Numbers the operations of all groups in the same way in every run of the script."""
 
     def __init__(self) -> None:
         self._numbers: Counter[tuple[str, int]] = Counter()
@@ -138,23 +138,23 @@ class _Numbering:
 
 
 class StartUpOperations(Protocol):
-    """What a group asks for each of its operations until the first step."""
+    """Records or replays the operations of groups, until the first step."""
 
     def joined(self, group: str, group_rank: int) -> None:
-        """A group was made, in which this process has a rank."""
+        """Reports a new group, in which this process has a rank."""
 
     def rank_for_torch(self) -> int | None:
-        """The rank that torch's own code is to see instead of the real one, if it asks at this moment."""
+        """Returns the rank that torch's own code must see now instead of the real one; None: the real one."""
 
     def answer(self, group: str, operation: Operation, outputs: Outputs, peer: int) -> bool:
-        """Numbers an operation that is about to begin; True where ``outputs`` hold its result already."""
+        """Numbers an operation before it begins. Returns True if ``outputs`` hold its result already."""
 
     def follow(self, work: dist.Work) -> dist.Work:
-        """The handle for the script of the operation that `answer` was last asked for."""
+        """Returns the handle for the script, of the operation that `answer` was last called for."""
 
 
 class OperationRecorder:
-    """Keeps what the operations of a rank give it."""
+    """Records the results of a rank's operations."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -167,16 +167,16 @@ class OperationRecorder:
         self._first_members: set[str] = set()
 
     def joined(self, group: str, group_rank: int) -> None:
-        """A group was made. What is the same for all its members is kept by the first of them."""
+        """Registers a new group. Its first member records the results that are equal on all members."""
         if group_rank == 0:
             self._first_members.add(group)
 
     def rank_for_torch(self) -> int | None:
-        """None: a rank knows who it is."""
+        """Returns None: torch sees the real rank."""
         return None
 
     def answer(self, group: str, operation: Operation, outputs: Outputs, peer: int) -> bool:
-        """Numbers an operation."""
+        """Numbers an operation, and decides whether to record its result. Returns False."""
         number = self._numbering.next(group, operation, peer)
         tensors = _flat(outputs)
         is_mine = operation in OWN or (operation in EQUAL_ON_ALL and group in self._first_members)
@@ -185,7 +185,7 @@ class OperationRecorder:
         return False
 
     def follow(self, work: dist.Work) -> dist.Work:
-        """Wraps the handle: the result is copied when the script learns of the operation's end."""
+        """Wraps the handle, so that the result is copied when the script learns of the operation's end."""
         if self._next is None:
             return work
         group, operation, peer, number, tensors = self._next
@@ -204,7 +204,7 @@ class OperationRecorder:
         self._kept.setdefault(name, []).append(Result(number, operation, peer, _shapes(tensors), data))
 
     def hand_over(self, keeper: Keeper) -> None:
-        """Has everything kept. Says so on stderr where there is no room for it; training continues.
+        """Stores all results. Prints a warning if there is no room for them; training continues.
 
         Raises:
             PeerLost: a rank was lost, so this start-up does not count.
@@ -224,13 +224,13 @@ class OperationRecorder:
 
 
 class OperationReplayer:
-    """Answers the operations of a replacement with what was kept of the ranks' own start-up."""
+    """Answers a replacement's operations with the results that the ranks recorded in their own start-up."""
 
     def __init__(self, keeper: Keeper, await_rank: Callable[[], int], known_rank: Callable[[], int | None]) -> None:
         """Args:
-        keeper: where results were kept.
-        await_rank: this process's rank; it waits for it where that is not known yet.
-        known_rank: the same, without waiting.
+        keeper: holds the recorded results.
+        await_rank: returns this process's rank; waits if the rank is not known yet.
+        known_rank: the same, without waiting; None if the rank is not known yet.
         """
         self._keeper = keeper
         self._known_rank = known_rank
@@ -239,19 +239,19 @@ class OperationReplayer:
         self._known: dict[str, dict[tuple[Operation, int, int], Result]] = {}
 
     def joined(self, group: str, group_rank: int) -> None:
-        """A group was made."""
+        """Does nothing."""
 
     def rank_for_torch(self) -> int | None:
-        """A replacement receives every object, from itself too: what it would send now may not be what was sent."""
+        """Makes a replacement receive every object, even its own: its rank may have sent another one."""
         if objects.is_asked_by_receiver():
             return -1
         return 0 if self._known_rank() is None and objects.is_asked_by_log() else None
 
     def answer(self, group: str, operation: Operation, outputs: Outputs, peer: int) -> bool:
-        """Fills ``outputs`` with the result of the same operation of the ranks, where it was kept.
+        """Fills ``outputs`` with the recorded result of the same operation. Returns False if there is none.
 
         Raises:
-            PeerLost: an object to be received was not kept.
+            PeerLost: the caller is about to unpickle an object that was not recorded.
         """
         number = self._numbering.next(group, operation, peer)
         tensors = _flat(outputs)
@@ -272,7 +272,7 @@ class OperationReplayer:
         return True
 
     def follow(self, work: dist.Work) -> dist.Work:
-        """As it is: it was echoed."""
+        """Returns the handle unchanged: the group echoes the operation."""
         return work
 
     def _results(self, name: str) -> dict[tuple[Operation, int, int], Result]:
@@ -309,18 +309,18 @@ class _KeptWork(dist.Work):
             keep()
 
     def look(self) -> None:
-        """Copies the result if the operation has ended well without the script's asking."""
+        """Copies the result if the operation has succeeded and the script has not asked for its end."""
         if self._keep is not None and self._work.is_completed() and self._work.is_success():
             self._ended()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As the operation's own."""
+        """Forwards to the operation's own handle."""
         done = self._work.wait(timeout) if timeout else self._work.wait()
         self._ended()
         return done
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """As the operation's own."""
+        """Forwards to the operation's own handle."""
 
         def ended(future: torch.futures.Future[Any]) -> Any:
             value = future.value()
@@ -330,25 +330,25 @@ class _KeptWork(dist.Work):
         return self._work.get_future().then(ended)
 
     def is_completed(self) -> bool:
-        """As the operation's own."""
+        """Forwards to the operation's own handle."""
         done = self._work.is_completed()
         self.look()
         return done
 
     def is_success(self) -> bool:
-        """As the operation's own."""
+        """Forwards to the operation's own handle."""
         return self._work.is_success()
 
     def exception(self) -> Any:
-        """As the operation's own."""
+        """Forwards to the operation's own handle."""
         return self._work.exception()
 
     def result(self) -> Any:
-        """As the operation's own."""
+        """Forwards to the operation's own handle."""
         return self._work.result()
 
     def synchronize(self) -> None:
-        """As the operation's own."""
+        """Forwards to the operation's own handle."""
         self.wait()
 
     def _source_rank(self) -> int:

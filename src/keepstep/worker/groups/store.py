@@ -1,7 +1,7 @@
 """The rendezvous store of a group, over the worker's link to its agent.
 
-It is in the controller: no worker hosts it, so it survives the loss of any worker, needs no port, and every key belongs
-to one generation.
+The controller holds the store. So it survives the loss of any worker and needs no port. Every key belongs to one
+generation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from keepstep.errors import PeerLost
 from keepstep.worker.link import Link
 
 KEPT_DEADLINE_S = 3600.0
-"""Until all ranks have come to their first step, however slow that is: the controller has a deadline for it."""
+"""How long to wait until all ranks have come to their first step. The controller has its own deadline for that."""
 
 
 class LinkStore(Store):
@@ -39,7 +39,7 @@ class LinkStore(Store):
         return f"{self._prefix}/{key}"
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Sets a key, but does not wait for it: who reads it does, and is told where the generation is over."""
+        """Sets a key without waiting for an answer. Reading the key waits, and fails if the generation is over."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._link.post(self._generation, "set", (self._name(key),), data)
 
@@ -48,7 +48,7 @@ class LinkStore(Store):
         return self._call("get", [key])[0]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets how long the calls to come wait."""
+        """Sets the timeout of later calls."""
         self._timeout_s = timeout.total_seconds()
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
@@ -56,37 +56,37 @@ class LinkStore(Store):
         return list(self._call("get", keys))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter and returns it."""
+        """Adds to a counter and returns its new value."""
         return int(self._call("add", [key], str(amount).encode())[0])
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys are set."""
         return self._call("check", keys)[0] == b"1"
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are there."""
+        """Waits until all keys are set."""
         self._call("get", keys, timeout_s=timeout.total_seconds() if timeout else None)
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key; whether it was there."""
+        """Removes a key. Returns whether it was set."""
         return self._call("delete", [key])[0] == b"1"
 
 
 class LinkKeeper:
-    """Keeps what ranks exchanged in their start-up with the controller. Implements `startup_operations.Keeper`."""
+    """Stores results of the ranks' start-up at the controller. Implements `startup_operations.Keeper`."""
 
     def __init__(self, link: Link, generation: Callable[[], int], set_waiting: Callable[[bool], None]) -> None:
         """Args:
-        link: of this worker.
-        generation: the present one.
-        set_waiting: told before and after a wait for other ranks.
+        link: link of this worker.
+        generation: returns the current generation.
+        set_waiting: called before and after a wait for other ranks.
         """
         self._link = link
         self._generation = generation
         self._set_waiting = set_waiting
 
     def keep(self, name: str, value: bytes) -> bool:
-        """Keeps a value; False where there is no more room.
+        """Stores a value. Returns False if there is no room for it.
 
         Raises:
             PeerLost: the generation is over.
@@ -94,10 +94,10 @@ class LinkKeeper:
         return self._link.request(self._generation(), "keep", (name,), value, KEPT_DEADLINE_S)[0] == b"1"
 
     def kept(self, name: str) -> bytes | None:
-        """What was kept under a name, when all ranks have come to their first step; waits for that.
+        """Waits until all ranks have come to their first step. Returns the value stored under a name, or None.
 
         Raises:
-            PeerLost: they did not come there.
+            PeerLost: the ranks have not come there in time.
         """
         until = time.monotonic() + KEPT_DEADLINE_S
         self._set_waiting(True)
@@ -108,7 +108,7 @@ class LinkKeeper:
                 except PeerLost:
                     if time.monotonic() >= until:
                         raise
-                    continue  # a generation is over, which ends every request of this worker; this one has none
+                    continue  # the end of a generation ends every request, but this one has no generation
                 return values[0] if values else None
         finally:
             self._set_waiting(False)

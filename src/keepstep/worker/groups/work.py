@@ -16,23 +16,24 @@ Options = TypeVar("Options", bound=Any)
 
 
 def asynchronous(options: Options) -> Options:
-    """``options`` of a collective, with which NCCL hands out a handle.
+    """Sets ``asyncOp`` in the options of a collective, and returns them, so that NCCL returns a handle.
 
-    With ``asyncOp=False``, which torch makes of ``async_op=False``, it returns None (``ProcessGroupNCCL::collective``):
-    nothing could tell then whether the operation has ended, or whether an abort has ended it.
+    With ``asyncOp=False``, which torch sets for ``async_op=False``, NCCL returns None
+    (``ProcessGroupNCCL::collective``). Nothing could tell then whether the operation has ended, or whether an abort has
+    ended it.
     """
     options.asyncOp = True
     return options
 
 
 class EchoedWork(dist.Work):
-    """A collective that a group which is down has answered by itself."""
+    """The handle of a collective that a group has echoed or replayed."""
 
     def __init__(self, outputs: Outputs, rank: int, size: int) -> None:
         """Args:
-        outputs: what its future holds.
-        rank: of this process in the group.
-        size: of the group; a message from any source came from the next rank.
+        outputs: result of its future.
+        rank: this process's rank in the group.
+        size: size of the group. A message from any source counts as sent by the next rank.
         """
         super().__init__()
         self._outputs = outputs
@@ -43,7 +44,7 @@ class EchoedWork(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is done."""
+        """Returns a completed future."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._outputs)
         if futures.needs_type(self._outputs):
@@ -51,15 +52,15 @@ class EchoedWork(dist.Work):
         return future
 
     def result(self) -> Outputs:
-        """What the group has answered."""
+        """The outputs of the collective."""
         return self._outputs
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def is_success(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def _source_rank(self) -> int:
@@ -76,7 +77,7 @@ class JoinedWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits until all have ended; raises what the first that failed raises."""
+        """Waits until all operations have ended. Raises the error of the first one that has failed."""
         for work in self._works:
             work.wait(timeout) if timeout else work.wait()
         return True
@@ -89,7 +90,7 @@ class JoinedWork(dist.Work):
 
     def _joined(self, all_done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> Outputs:
         for future in all_done.value():
-            future.value()  # raises what it ended with
+            future.value()  # raises its error
         return self._outputs
 
     def result(self) -> Outputs:
@@ -101,5 +102,5 @@ class JoinedWork(dist.Work):
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether waiting would end without an error."""
+        """Whether all have ended without an error."""
         return all(work.is_success() for work in self._works)

@@ -17,17 +17,17 @@ from torch._C._distributed_c10d import Store
 from keepstep.protocol.messages import MAX_STORE_VALUE_BYTES
 
 NO_TIMEOUT_S = 24 * 3600.0
-"""What a timeout of 0 stands for. Torch's stores then wait for ever."""
+"""The timeout in seconds that 0 stands for. Torch's stores then wait for ever."""
 
 
 class Asking(Protocol):
-    """Has one operation carried out."""
+    """Performs the operations of a store."""
 
     def ask(self, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float) -> tuple[bytes, ...]:
-        """Carries out one operation; see `keepstep.controller.jobstore` for their names and results.
+        """Performs one operation; see `keepstep.controller.jobstore` for the names and results of operations.
 
         Raises:
-            torch.distributed.DistStoreError: it was refused, or its keys did not come in time.
+            torch.distributed.DistStoreError: the operation was refused, or its keys were not set in time.
         """
 
 
@@ -36,7 +36,7 @@ class DefaultStore(Store):
 
     def __init__(self, asking: Asking) -> None:
         """Args:
-        asking: carries out operations; may be replaced at any time.
+        asking: performs the operations; may be replaced at any time.
         """
         super().__init__()
         self.asking = asking
@@ -45,7 +45,7 @@ class DefaultStore(Store):
         self, operation: str, keys: Iterable[str | bytes], value: bytes = b"", timeout: timedelta | float | None = None
     ) -> tuple[bytes, ...]:
         names = _names(keys)
-        if len(value) > MAX_STORE_VALUE_BYTES:  # here, for no message could carry it to the controller
+        if len(value) > MAX_STORE_VALUE_BYTES:  # checked here: no message could carry it to the controller
             raise dist.DistStoreError(
                 f"key {names[0]!r}: a value of {len(value)} bytes, and at most {MAX_STORE_VALUE_BYTES >> 20} MiB are "
                 "allowed: exchange it in a collective or a file"
@@ -63,11 +63,11 @@ class DefaultStore(Store):
         return self._ask("job_get", [key])[0]
 
     def add(self, key: str, value: SupportsInt) -> int:
-        """Adds to a counter, which begins at 0, and returns it.
+        """Adds to a counter, which begins at 0, and returns its new value.
 
         Raises:
-            TypeError: ``value`` is no number, one with a fraction, or none of 64 bits.
-            ValueError: the key holds no number, or one that 64 bits do not hold.
+            TypeError: ``value`` is not a number, has a fraction, or does not fit into 64 bits.
+            ValueError: the key holds no number, or one that does not fit into 64 bits.
         """
         total = self._ask("job_add", [key], str(_number(value)).encode())
         if not total:
@@ -79,20 +79,20 @@ class DefaultStore(Store):
         self._ask("job_append", [key], _bytes(value))
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """Sets a key where it has the expected value, or is not there and that is empty.
+        """Sets a key if it has the expected value, or if it is not set and the expected value is empty.
 
         Returns:
-            the value that the key has then; the expected one where it is not there.
+            the new value of the key; the expected one if the key is not set.
         """
         both = (_bytes(expected_value), _bytes(desired_value))
         return self._ask("job_compare_set", [key], msgspec.msgpack.encode(both))[0]
 
     def check(self, keys: Iterable[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys are set."""
         return self._ask("job_check", keys)[0] == b"1"
 
     def wait(self, keys: Iterable[str], timeout: timedelta | float | None = None) -> None:
-        """Waits until all keys are there."""
+        """Waits until all keys are set."""
         self._ask("job_wait", keys, timeout=timeout)
 
     def multi_get(self, keys: Iterable[str]) -> list[bytes]:
@@ -107,26 +107,26 @@ class DefaultStore(Store):
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key; whether it was there."""
+        """Removes a key. Returns whether it was set."""
         return self._ask("job_delete", [key])[0] == b"1"
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Number of keys."""
         return int(self._ask("job_num_keys", [])[0])
 
     deleteKey = delete_key  # noqa: N815 - the name that torch's C++ calls
     getNumKeys = num_keys  # noqa: N815 - the name that torch's C++ calls
 
     def has_extended_api(self) -> bool:
-        """Whether `append`, `multi_get` and `multi_set` are there."""
+        """Whether the store has `append`, `multi_get` and `multi_set`."""
         return True
 
     def clone(self) -> DefaultStore:
-        """The same store: it may be used by several threads."""
+        """Returns the same store: several threads may use it."""
         return self
 
 
-# A message with anything else in it would be a broken protocol, and the end of this process.
+# Checks arguments: a message with another type in it would break the protocol, and end this process.
 
 
 def _names(keys: Iterable[str | bytes]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Results of the ranks' store operations during their start, for a replacement that starts later and alone.
 
-A replacement runs the same lines on a store that has changed since: a counter would count it twice, and a key may be
+A replacement runs the same code on a store that has changed since: a counter would count it twice, and a key may be
 deleted or changed. So until its first step it gets the results of the rank that it replaces, and changes nothing: for
 the n-th operation of a kind on the same keys it gets the n-th result.
 """
@@ -22,16 +22,16 @@ from keepstep.worker.jobstore.default import Asking
 
 WHAT_TO_DO = "USAGE.md, 'Objects exchanged while the script starts'"
 SILENT = frozenset({"job_set", "job_append", "job_wait"})
-"""What these give is nothing."""
+"""Operations without a result."""
 
 
 class StoreResult(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one operation of the store gave."""
+    """The result of one operation of the store."""
 
     operation: str
     keys: tuple[str, ...]
     digest: bytes
-    """Of the value that was given to it."""
+    """Digest of the value passed to the operation."""
     values: tuple[bytes, ...]
     error: str
 
@@ -49,7 +49,7 @@ def _digest(value: bytes) -> bytes:
 
 
 class StoreRecorder:
-    """Keeps what the operations of a rank give it. Implements `default.Asking`."""
+    """Records the results of a rank's operations. Implements `default.Asking`."""
 
     def __init__(self, rank: int, asking: Asking) -> None:
         self._rank = rank
@@ -60,7 +60,7 @@ class StoreRecorder:
         self._omitted = 0
 
     def ask(self, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float) -> tuple[bytes, ...]:
-        """Carries out one operation, from any thread."""
+        """Performs one operation and records its result, from any thread."""
         try:
             values = self._asking.ask(operation, keys, value, timeout_s)
         except dist.DistStoreError as error:
@@ -79,7 +79,7 @@ class StoreRecorder:
             self._results.append(result)
 
     def hand_over(self, keeper: Keeper) -> None:
-        """Has everything kept. Says so on stderr where there is no room for it; training continues.
+        """Stores all results. Prints a warning if there is no room for them; training continues.
 
         Raises:
             PeerLost: a rank was lost, so this start-up does not count.
@@ -97,13 +97,13 @@ class StoreRecorder:
 
 
 class StoreReplayer:
-    """Answers the operations of a replacement with what was kept. Implements `default.Asking`."""
+    """Answers a replacement's operations with the recorded results. Implements `default.Asking`."""
 
     def __init__(self, keeper: Keeper, await_rank: Callable[[], int], known_rank: Callable[[], int | None]) -> None:
         """Args:
-        keeper: where results were kept.
-        await_rank: this process's rank; it waits for it where that is not known yet.
-        known_rank: the same, without waiting.
+        keeper: holds the recorded results.
+        await_rank: returns this process's rank; waits if the rank is not known yet.
+        known_rank: the same, without waiting; None if the rank is not known yet.
         """
         self._keeper = keeper
         self._await_rank = await_rank
@@ -111,14 +111,14 @@ class StoreReplayer:
         self._lock = threading.Lock()
         self._results: dict[tuple[str, tuple[str, ...]], deque[StoreResult]] | None = None
         self._skipped: list[tuple[str, tuple[str, ...]]] = []
-        """Operations without a result, from before the rank was known."""
+        """Operations without a result that ran before the rank was known."""
 
     def ask(self, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float) -> tuple[bytes, ...]:
-        """The result of the same operation of the rank that is replaced; waits for the rank where there is a result.
+        """Returns the result of the same operation of the replaced rank. Waits for the rank if there is a result.
 
         Raises:
-            PeerLost: it was not kept.
-            DistStoreError: as it was for the rank.
+            PeerLost: the result was not recorded.
+            DistStoreError: the operation raised it on the replaced rank.
         """
         with self._lock:
             if operation in SILENT and self._known_rank() is None:

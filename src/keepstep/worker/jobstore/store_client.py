@@ -3,11 +3,11 @@
 The store outlives generations, so threads other than the training thread continue to wait through a recovery. The
 recovery needs the training thread, and the effect on its wait depends on the place:
 
-* in the forward or backward of a step: the step is interrupted as by a collective, and comes again;
-* before the first step: all ranks restart, so it stands still until its process is ended;
-* anywhere else nothing can be undone, and it waits on. Another rank may still set the key. When none can, for all
-  others stand at a safe point or wait in the same way, the controller says so: then the wait ends in an error, or,
-  after ``optimizer.step()`` inside of a step, this rank's copy is restored from another one.
+* in the forward or backward of a step: the step is interrupted as by a collective, and repeated;
+* before the first step: all ranks restart, so the thread waits until its process is ended;
+* anywhere else nothing can be undone, and the thread continues to wait, because another rank may still set the key. If
+  no rank can, since all others stand at a safe point or wait in the same way, the controller reports that. The wait
+  then ends in an error or, after ``optimizer.step()`` inside of a step, this rank's copy is restored from another one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from keepstep.worker.coordination import Coordination
 from keepstep.worker.link import Link
 
 POLL_INTERVAL_S = 0.05
-"""In a recovery no deadline of the script runs, and this long after it ended, it may be found to have passed."""
+"""Minimum interval between two checks of a timeout, in seconds. Timeouts of the script do not run in a recovery."""
 
 
 class Downtime:
-    """How long a worker has been in recoveries. Fed by one thread, read by any."""
+    """Adds up the time that a worker has spent in recoveries. One thread writes; any thread reads."""
 
     def __init__(self) -> None:
         self._total_s = 0.0
         self._since_s: float | None = None
 
     def follow(self, order: WorkerOrder, now_s: float) -> None:
-        """An order has come."""
+        """Records the begin or the end of a recovery, by an order."""
         since_s = self._since_s
         if isinstance(order, Stop) and since_s is None:
             self._since_s = now_s
@@ -45,28 +45,28 @@ class Downtime:
             self._total_s, self._since_s = self._total_s + now_s - since_s, None
 
     def until(self, now_s: float) -> float:
-        """Seconds of recoveries until now, the present one included."""
+        """Seconds in recoveries until now, the current one included."""
         since_s = self._since_s
         return self._total_s + (0.0 if since_s is None else now_s - since_s)
 
 
 class StoreClient:
-    """Has the operations of one worker carried out by the controller. Implements `default.Asking`."""
+    """Sends the operations of one worker to the controller, which performs them. Implements `default.Asking`."""
 
     def __init__(self, link: Link, coordination: Coordination) -> None:
         self._link = link
         self._coordination = coordination
         self._downtime = Downtime()
         self._interruptible: Future[StoreAnswered | None] | None = None
-        """What the training thread waits for where a failure ends the wait."""
+        """The answer that the training thread waits for, if a failure ends the wait."""
         coordination.break_wait = self.interrupt
         coordination.follow = lambda order: self._downtime.follow(order, time.monotonic())
 
     def ask(self, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float) -> tuple[bytes, ...]:
-        """Carries out one operation, from any thread. Time spent in recoveries does not count.
+        """Performs one operation, from any thread. Time spent in recoveries does not count towards the timeout.
 
         Raises:
-            DistStoreError: it was refused; its keys did not come in time; or no rank will set them.
+            DistStoreError: the operation was refused; its keys were not set in time; or no rank will set them.
             StepInterrupted: a failure interrupts the step that waits.
         """
         coordination = self._coordination
@@ -100,10 +100,10 @@ class StoreClient:
         return answer.values or ()
 
     def interrupt(self) -> None:
-        """A failure is known: ends the wait of the training thread, if it is one that ends so. From any thread."""
+        """Ends the training thread's wait after a failure, if a failure may end it. From any thread."""
         future = self._interruptible
         if future is not None:
-            with suppress(InvalidStateError):  # it was answered at this moment
+            with suppress(InvalidStateError):  # the answer has arrived at the same time
                 future.set_result(None)
 
     @property

@@ -16,13 +16,13 @@ from keepstep.worker.parallel.zero import ZeroRedundancy, is_zero
 
 
 def layout_of(objects: dict[str, Any]) -> ParallelLayout:
-    """The adapters of all that is found in the protected objects, as one.
+    """Returns one adapter for all forms of parallelism in the protected objects.
 
     Args:
-        objects: by the names that the user gave.
+        objects: the protected objects, by the user's names.
 
     Raises:
-        ConfigurationError: an object that cannot be protected.
+        ConfigurationError: an object cannot be protected.
     """
     modules = {name: thing for name, thing in objects.items() if isinstance(thing, torch.nn.Module)}
     found: list[ParallelLayout] = []

@@ -8,47 +8,47 @@ from keepstep.worker.parallel.layout import ParallelLayout, Replicated
 
 
 class Composed(Replicated):
-    """Asks its adapters in their order: wrappers further out come first."""
+    """Calls its adapters in their order: those of outer wrappers come first."""
 
     def __init__(self, adapters: Sequence[ParallelLayout]) -> None:
         self._adapters = adapters
 
     @property
     def is_sharded(self) -> bool:
-        """Whether one of them is."""
+        """Whether any of the adapters is sharded."""
         return any(adapter.is_sharded for adapter in self._adapters)
 
     def at_rest(self) -> None:
-        """Tells each."""
+        """Calls each adapter."""
         for adapter in self._adapters:
             adapter.at_rest()
 
     def hand_out(self) -> None:
-        """Tells each."""
+        """Calls each adapter."""
         for adapter in self._adapters:
             adapter.hand_out()
 
     def begin_step(self) -> None:
-        """Tells each."""
+        """Calls each adapter."""
         for adapter in self._adapters:
             adapter.begin_step()
 
     def before_barrier(self) -> None:
-        """Tells each."""
+        """Calls each adapter."""
         for adapter in self._adapters:
             adapter.before_barrier()
 
     def undo(self, *, in_backward: bool) -> None:
-        """Tells each."""
+        """Calls each adapter."""
         for adapter in self._adapters:
             adapter.undo(in_backward=in_backward)
 
     def new_generation(self) -> None:
-        """Tells each."""
+        """Calls each adapter."""
         for adapter in self._adapters:
             adapter.new_generation()
 
     def restored(self) -> None:
-        """Tells each."""
+        """Calls each adapter."""
         for adapter in self._adapters:
             adapter.restored()

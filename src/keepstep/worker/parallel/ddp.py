@@ -1,10 +1,10 @@
-"""DistributedDataParallel: every rank holds all of every tensor. And its gradient buckets have one layout.
+"""DistributedDataParallel: every rank holds every tensor in full, and all gradient buckets have one layout.
 
 DDP starts with one layout and rebuilds it after its first backward, in the order in which gradients became ready. A
-replacement would begin again with the first layout: its allreduce would not match (gloo then ends the process), and
-even a job restarted as a whole adds gradients in another order for one step, which is why restarts today are not
-bit-identical. Here the layout is settled before the first step, as a function of the model alone, by telling the
-reducer in an echoing backward that gradients became ready in the reverse order of the parameters.
+replacement would begin with the first layout again: its allreduce would not match (gloo then ends the process). Even a
+job that is restarted as a whole adds gradients in another order for one step, which is why restarts today are not
+bit-identical. Here the layout is settled before the first step, as a function of the model alone: an echoing backward
+tells the reducer that gradients became ready in the reverse order of the parameters.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from keepstep.worker.groups.group import SurvivingGroup
 from keepstep.worker.parallel.layout import Replicated
 
 _UPCAST = "_AllreduceUpcastHookState"
-"""What DDP itself gives its hook for ``mixed_precision``: it keeps nothing from step to step."""
+"""The state of DDP's own hook for ``mixed_precision``. It keeps nothing from step to step."""
 
 
 class DataParallel(Replicated):
     """The adapter of DistributedDataParallel."""
 
     def __init__(self, found: Sequence[DistributedDataParallel]) -> None:
-        """Brings the buckets of all DDP modules into their one layout.
+        """Settles the bucket layout of all DDP modules.
 
         Args:
-            found: the DDP modules, as `find_ddp` gives them.
+            found: the DDP modules, as `find_ddp` returns them.
         """
         self._ddp = found
         for module in found:
             settle_buckets(module)
 
     def hand_out(self) -> None:
-        """Has all ranks begin alike what the script does before the step, such as an evaluation."""
+        """Makes all ranks begin the script's code before the step, such as an evaluation, in the same way."""
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Has all ranks begin alike."""
+        """Makes all ranks begin the step in the same way."""
         for module in self._ddp:
             begin_alike(module)
 
@@ -55,23 +55,23 @@ class DataParallel(Replicated):
             share_buffers(module)
 
     def undo(self, *, in_backward: bool) -> None:
-        """A reducer that was left in a backward is brought into its layout again."""
+        """Settles the bucket layout again, if the step was interrupted in a backward."""
         if in_backward:
             for module in self._ddp:
                 settle_buckets(module)
 
     def restored(self) -> None:
-        """Makes gradients that came with the state views of the buckets, where they are to be."""
+        """Makes restored gradients views of the buckets, if DDP was created with ``gradient_as_bucket_view``."""
         for module in self._ddp:
             if module.gradient_as_bucket_view:
                 settle_buckets(module)
 
 
 def find_ddp(modules: dict[str, torch.nn.Module]) -> list[DistributedDataParallel]:
-    """Every DDP module among the protected ones.
+    """Returns every DDP module in the protected modules.
 
     Raises:
-        ConfigurationError: one that cannot be protected.
+        ConfigurationError: one of them cannot be protected.
     """
     found = []
     for name, module in modules.items():
@@ -83,13 +83,13 @@ def find_ddp(modules: dict[str, torch.nn.Module]) -> list[DistributedDataParalle
 
 
 def refuse_wrapped(modules: dict[str, torch.nn.Module]) -> None:
-    """Refuses a module that a DDP trains which is not protected with it.
+    """Refuses a protected module whose DDP wrapper is not protected.
 
-    Such a DDP would keep what it knows of an interrupted step; ranks would then wait in different collectives, or
-    average wrong gradients without an error.
+    The wrapper would keep its state of an interrupted step. Ranks would then wait in different collectives, or average
+    wrong gradients without an error.
 
     Raises:
-        ConfigurationError: with what to protect.
+        ConfigurationError: there is such a module; the message says what to protect.
     """
     parts = [part for module in modules.values() for part in module.modules()]
     inside = {id(each) for part in parts if type(part) is DistributedDataParallel for each in part.parameters()}
@@ -111,14 +111,14 @@ def refuse_wrapped(modules: dict[str, torch.nn.Module]) -> None:
 
 
 def refuse_hooks(modules: dict[str, torch.nn.Module], objects: Collection[object]) -> None:
-    """Refuses communication hooks that keep something from step to step which is not protected.
+    """Refuses communication hooks that keep unprotected state from step to step.
 
     Args:
-        modules: the protected ones.
-        objects: all else that is protected.
+        modules: the protected modules.
+        objects: all other protected objects.
 
     Raises:
-        ConfigurationError: with what to do instead.
+        ConfigurationError: there is such a hook; the message says what to do instead.
     """
     for name, module in modules.items():
         for part in module.modules():
@@ -158,11 +158,11 @@ def _check(name: str, ddp: DistributedDataParallel) -> None:
 
 
 def settle_buckets(ddp: DistributedDataParallel) -> None:
-    """Brings the reducer from any state, a half-done backward included, into the one layout of its model.
+    """Brings the reducer from any state, even within a backward, to the one bucket layout of its model.
 
-    Gradients are left as they were; with ``gradient_as_bucket_view`` those that were there become zeroed views of the
-    new buckets. (DDP divides a gradient that is a view, and multiplies one that is not by the inverse: for three
-    ranks the last bits differ, so it matters which it is.) Costs about as much as writing all gradients once; needs
+    Gradients are left as they were. With ``gradient_as_bucket_view`` existing gradients become zeroed views of the new
+    buckets. (DDP divides a gradient that is a view, and multiplies any other by the inverse. For three ranks the last
+    bits differ, so all ranks must have the same kind.) It costs about as much as writing all gradients once, and needs
     no other rank.
     """
     ddp.reducer._reset_state()
@@ -171,7 +171,7 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
     parameters = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
     gradients = [parameter.grad for parameter in parameters]
     _lend_gradients(parameters)
-    # The reducer takes its orders only from inside a backward: a hook on a scalar gives it one.
+    # The reducer can be called only inside a backward: a hook on a scalar provides one.
     trigger = torch.zeros((), requires_grad=True)
 
     def announce(_gradient: torch.Tensor) -> None:
@@ -192,10 +192,10 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def _lend_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Gives all parameters gradients that lie in the same memory: the reducer writes to each, and none is read.
+    """Gives all parameters gradients in the same memory: the reducer writes to each, and nothing reads them.
 
-    Where it found none it would allocate all of them: 8,000 page faults for 10 M parameters, 20 ms (2 cores, November
-    2026).
+    Without gradients the reducer would allocate all of them: 8,000 page faults for 10 M parameters, 20 ms (2 cores,
+    November 2026).
     """
     largest: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in parameters:
@@ -208,23 +208,23 @@ def _lend_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def begin_alike(ddp: DistributedDataParallel) -> None:
-    """Has the first forward of a step send the module buffers on every rank, or on none.
+    """Makes the first forward of a step broadcast the module buffers on every rank, or on none.
 
-    Whether a forward does depends on the one before it: not after one in ``no_sync`` or without gradients. An
-    interrupted step leaves that as it was where each rank was stopped, and a replacement has it as its constructor set
-    it; ranks that do not agree wait in different collectives for ever.
+    DDP skips the broadcast after a forward in ``no_sync`` or without gradients. After an interrupted step this flag
+    depends on where each rank was stopped, and on a replacement it is as the constructor set it. Ranks that do not
+    agree would wait in different collectives for ever.
     """
-    if not ddp.require_forward_param_sync:  # a module's attributes are dear to set
+    if not ddp.require_forward_param_sync:  # setting an attribute of a module is slow
         ddp.require_forward_param_sync = True
 
 
 def share_buffers(ddp: DistributedDataParallel) -> None:
-    """Gives every rank rank 0's module buffers, as DDP does, but before the update instead of before the next forward.
+    """Broadcasts rank 0's module buffers, as DDP does, but before the update instead of before the next forward.
 
-    A forward changes BatchNorm's statistics on each rank in its own way, and DDP keeps rank 0's. Until it has sent
-    them rank 0 would be their only holder, and its loss would lose them; sent before the gradient barrier, every
-    rank of a completed step holds the same. DDP leaves them out after a forward without gradients (a GAN's generator
-    in the discriminator's turn); here they would then be each rank's own.
+    A forward changes BatchNorm's statistics differently on each rank, and DDP keeps those of rank 0. Until DDP has
+    broadcast them, rank 0 is their only holder, and its loss would lose them. With a broadcast before the gradient
+    barrier, every rank of a completed step holds the same. DDP skips the broadcast after a forward without gradients (a
+    GAN's generator in the discriminator's turn); each rank would then keep its own statistics.
     """
     begin_alike(ddp)
     if ddp.will_sync_module_buffers():

@@ -1,8 +1,8 @@
 """FSDP2 (`torch.distributed.fsdp.fully_shard`), and HSDP, which is FSDP2 on a mesh of two dimensions.
 
-A module computes with gathered parameters, and keeps those of its own shard aside as DTensors: these are what is
-protected. An interrupted step leaves modules gathered, reductions half done, and gradients of gathered parameters that
-the next backward would add to. ``FSDPModule.reset_iter_state()`` puts back all but the last of these (torch 2.13).
+A module computes with gathered parameters, and keeps its own shard as DTensors. keepstep protects the DTensors. An
+interrupted step leaves modules gathered, reductions half done, and gradients of gathered parameters that the next
+backward would add to. ``FSDPModule.reset_iter_state()`` resets all of these but the last (torch 2.13).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _GROUP_FLAGS = (
     "post_forward_mesh_info",
     "unshard_in_backward",
 )
-"""What a script may set for a part of a step: ``set_requires_gradient_sync()`` and its like, on a parameter group."""
+"""Flags of a parameter group that a script may set for a part of a step, as with ``set_requires_gradient_sync()``."""
 _CONTEXT_FLAGS = ("is_last_backward", "post_optim_event")
-"""The same of the root's context."""
+"""Such flags of the root's context."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Flag:
-    """One attribute, and its value when the step was handed out."""
+    """One attribute, and its value when the step was yielded."""
 
     owner: Any
     name: str
@@ -45,12 +45,12 @@ class _Flag:
 class FullySharded(Replicated):
     """The adapter of FSDP2.
 
-    The classes are reached through the modules: importing FSDP takes long, and a script without it does not have to.
+    It does not import FSDP's classes, because that takes long, and a script without FSDP need not wait for it.
     """
 
     def __init__(self, found: dict[str, Any]) -> None:
         """Args:
-            found: the FSDP modules by their names, as `find_fully_sharded` gives them.
+            found: the FSDP modules by name, as `find_fully_sharded` returns them.
 
         Raises:
             ConfigurationError: one of them cannot be protected.
@@ -63,16 +63,16 @@ class FullySharded(Replicated):
 
     @property
     def is_sharded(self) -> bool:
-        """Yes."""
+        """Always True."""
         return True
 
     def at_rest(self) -> None:
-        """Has every module show its shards: a forward leaves the root gathered, as one for an evaluation does."""
+        """Makes every module show its shards: a forward, such as one for an evaluation, leaves the root gathered."""
         for module in self._modules:
             module.reshard()
 
     def hand_out(self) -> None:
-        """Remembers what the script may set on modules for a part of a step."""
+        """Records the flags that the script may set on modules for a part of a step."""
         groups = [_Flag(group, name, getattr(group, name)) for group in self._groups() for name in _GROUP_FLAGS]
         contexts = [
             _Flag(state._state_ctx, name, getattr(state._state_ctx, name))
@@ -82,11 +82,11 @@ class FullySharded(Replicated):
         self._flags = [*groups, *contexts]
 
     def begin_step(self) -> None:
-        """Has every module begin sharded: one that is gathered gathers nothing, and others would wait for it."""
+        """Makes every module begin sharded: a gathered one would skip the all-gather, and other ranks would wait."""
         self.at_rest()
 
     def undo(self, *, in_backward: bool) -> None:
-        """Puts modules, reductions, flags and the gradients of gathered parameters back."""
+        """Resets modules, reductions, flags and the gradients of gathered parameters."""
         for module in self._modules:
             if _state_of(module)._is_root:
                 module.reset_iter_state()
@@ -105,7 +105,7 @@ class FullySharded(Replicated):
 
 
 def find_fully_sharded(modules: dict[str, torch.nn.Module]) -> dict[str, Any]:
-    """The FSDP modules in the protected ones, by their names."""
+    """Returns the FSDP modules in the protected modules, by name."""
     return {
         f"{name}.{path}" if path else name: part
         for name, module in modules.items()
@@ -115,7 +115,7 @@ def find_fully_sharded(modules: dict[str, torch.nn.Module]) -> dict[str, Any]:
 
 
 def _is_computed(thing: Any, name: str) -> bool:
-    """Whether an attribute has no value of its own. In torch 2.15 it is the gradient of the gathered parameter."""
+    """Whether an attribute is a property. In torch 2.15 it returns the gradient of the gathered parameter."""
     return isinstance(getattr(type(thing), name, None), property)
 
 

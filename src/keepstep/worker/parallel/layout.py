@@ -17,11 +17,11 @@ from keepstep.weights.memory.blocks import NamedBlock, block_of
 
 
 def shard_of(blocks: Iterable[NamedBlock], label: str = "") -> str:
-    """The name of a shard: a digest of its blocks' names, dtypes and places, but not of what is in them.
+    """Returns the name of a shard: a digest of its blocks' names, dtypes and positions, but not of their values.
 
     Args:
-        blocks: what a rank holds.
-        label: tells apart what the blocks do not: ``protect(shard=...)``.
+        blocks: the blocks that a rank holds.
+        label: ``protect(shard=...)``: distinguishes shards whose blocks are alike.
     """
     digest = xxhash.xxh3_64(label.encode())
     for block in blocks:
@@ -30,7 +30,7 @@ def shard_of(blocks: Iterable[NamedBlock], label: str = "") -> str:
 
 
 class ParallelLayout(Protocol):
-    """One rank's adapter. All methods are called by the training thread."""
+    """One rank's adapter. The training thread calls all methods."""
 
     @property
     def is_sharded(self) -> bool:
@@ -38,71 +38,71 @@ class ParallelLayout(Protocol):
         ...
 
     def at_rest(self) -> None:
-        """Before the first step: has the modules show the parameters that they are trained by."""
+        """Makes the modules show the parameters that the optimizer trains. Called before the first step."""
         ...
 
     def blocks(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[NamedBlock]:
-        """What this rank holds of tensors: parameters, buffers or optimizer state, by their names."""
+        """Returns the blocks that this rank holds of named tensors: parameters, buffers or optimizer state."""
         ...
 
     def hand_out(self) -> None:
-        """A step is handed out: remembers what `undo` puts back. The script's lines before the step come after it."""
+        """Records what `undo` restores, when a step is yielded. The script's code before the step comes after it."""
         ...
 
     def begin_step(self) -> None:
-        """A step begins: has all ranks begin in the same way."""
+        """Makes all ranks begin a step in the same way."""
         ...
 
     def before_barrier(self) -> None:
-        """The gradients are complete: shares with the other ranks what else must be the same before the update."""
+        """Shares all else that must be equal on all ranks before the update. Called when the gradients are complete."""
         ...
 
     def undo(self, *, in_backward: bool) -> None:
-        """A step was interrupted before its update: puts back what forward and backward have done to the wrappers.
+        """Undoes what forward and backward of a step have done to the wrappers. Called before its update only.
 
         Args:
-            in_backward: whether it was interrupted in its backward.
+            in_backward: whether the step was interrupted in its backward.
         """
         ...
 
     def new_generation(self) -> None:
-        """All ranks of a generation, replacements among them, are about to begin a step together."""
+        """Prepares the first step of a generation. All its ranks, replacements among them, begin it together."""
         ...
 
     def restored(self) -> None:
-        """The state came from other ranks or a checkpoint: has what hangs on it follow, such as views of gradients."""
+        """Updates what depends on the state, such as views of gradients, after the state was restored."""
         ...
 
 
 class Replicated:
-    """No wrapper at all: every rank holds all of every tensor, and a step needs nothing. Adapters may build on it."""
+    """For a model without wrappers: every rank holds every tensor in full. A base class of other adapters."""
 
     @property
     def is_sharded(self) -> bool:
-        """No."""
+        """Always False."""
         return False
 
     def at_rest(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def blocks(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[NamedBlock]:
-        """All of each tensor, and of a DTensor this rank's part."""
+        """Returns each tensor in full, and this rank's part of each DTensor."""
         return [block_of(name, tensor) for name, tensor in named]
 
     def hand_out(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def begin_step(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def before_barrier(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def undo(self, *, in_backward: bool) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def new_generation(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def restored(self) -> None:
-        """Nothing."""
+        """Does nothing."""

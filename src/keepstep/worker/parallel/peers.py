@@ -1,12 +1,12 @@
-"""Which ranks compute one thing together, on the same data, and which have data of their own.
+"""Finds the ranks that share one computation on the same data, and the ranks that have different data.
 
-Under tensor parallelism each rank computes a part of every layer. What is drawn for activations that all of them hold,
-such as the mask of a dropout, must be the same on all, or their copies drift apart. Data-parallel ranks draw other
-numbers, and so do pipeline stages: the layers of each are its own. Megatron's and torchtitan's seeds follow the same
+Under tensor parallelism each rank computes a part of every layer. Random numbers for activations that all of them hold,
+such as the mask of a dropout, must be equal on all, or their copies drift apart. Data-parallel ranks draw other
+numbers, and so do pipeline stages, since each has its own layers. The seeds of Megatron and torchtitan follow the same
 rule.
 
-Samples are another matter: all stages of a pipeline work on the same ones. Which ranks have samples of their own is
-known from what reduces the gradients between them, DDP and FSDP2, or from ``protect(data_mesh=...)``.
+Samples follow another rule: all stages of a pipeline work on the same samples. The ranks with different samples are
+those between which DDP or FSDP2 reduces the gradients, or those of ``protect(data_mesh=...)``.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from keepstep.worker.parallel.pipeline import is_schedule, stages_of
 
 
 def first_tensor_peer(modules: dict[str, torch.nn.Module]) -> int | None:
-    """The first of the ranks that share the computation of DTensors with this one; None where no parameter is one.
+    """Returns the first rank of those that share this rank's computation of DTensors; None without DTensors.
 
     A mesh dimension of a DTensor over which FSDP2 shards or replicates is data-parallel; every other one is not.
 
     Args:
-        modules: the protected ones, by name.
+        modules: the protected modules, by name.
     """
     data_parallel = _groups_of_fsdp(modules)
     return min((_first_of(mesh, data_parallel) for mesh in _meshes_of_parameters(modules)), default=None)
 
 
 def data_ranks(objects: dict[str, Any], shard: str) -> Sequence[int] | None:
-    """The ranks that differ from this one in their samples and in nothing else, this one among them, in order.
+    """Returns the ranks that differ from this one only in their samples, including this one, in order.
 
-    Its data-parallel coordinate is the place of its rank there. Needs this process's rank where there is a mesh.
+    The index of a rank among them is its data-parallel coordinate. With a mesh, it needs this process's rank.
 
     Args:
-        objects: the protected ones, by name.
-        shard: what ``protect(shard=...)`` was given.
+        objects: the protected objects, by name.
+        shard: ``protect(shard=...)``.
 
     Returns:
-        None where that cannot be known: nothing that keepstep recognises reduces the gradients, or it does so between
-        other ranks than those that are left when the peers of tensor and pipeline parallelism are taken away.
+        None if unknown: nothing that keepstep recognises reduces the gradients; or the ranks that reduce them are not
+            those that remain without the peers of tensor and pipeline parallelism.
     """
     modules = {name: thing for name, thing in objects.items() if isinstance(thing, torch.nn.Module)}
     parts = (part for module in modules.values() for part in module.modules())
@@ -68,10 +68,10 @@ def data_ranks(objects: dict[str, Any], shard: str) -> Sequence[int] | None:
 
 
 def ranks_of_mesh(mesh: Any) -> Sequence[int]:
-    """Those of ``protect(data_mesh=...)``, in the order of their coordinates.
+    """Returns the ranks of ``protect(data_mesh=...)``, in the order of their coordinates.
 
     Raises:
-        ConfigurationError: it is no mesh, this rank is not in it, or it does not divide the job.
+        ConfigurationError: it is no mesh, this rank is not in it, or its size does not divide the world size.
     """
     if not is_named(mesh, "DeviceMesh"):
         raise ConfigurationError(f"protect(data_mesh={mesh!r}): give a DeviceMesh, such as mesh['data']")
@@ -112,12 +112,12 @@ def _groups_of_fsdp(modules: dict[str, torch.nn.Module]) -> set[frozenset[int]]:
 
 
 def _groups_of(mesh: Any) -> list[frozenset[int]]:
-    """The ranks along each dimension that this rank is among."""
+    """This rank's group along each dimension of a mesh."""
     return [frozenset(dist.get_process_group_ranks(group)) for group in mesh.get_all_groups()]
 
 
 def _first_of(mesh: Any, data_parallel: set[frozenset[int]]) -> int:
-    """The first rank among those that differ from this one in other dimensions than the data-parallel ones."""
+    """The first rank of those that differ from this one only along dimensions that are not data-parallel."""
     index = tuple(
         coordinate if group in data_parallel else slice(None)
         for coordinate, group in zip(mesh.get_coordinate(), _groups_of(mesh), strict=True)

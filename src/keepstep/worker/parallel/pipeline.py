@@ -1,9 +1,9 @@
 """Pipeline parallelism: makes steps of `torch.distributed.pipelining`'s schedules undoable and repeatable.
 
-A schedule is not re-entrant: the next step takes up what an interrupted one has put into it and its stages. And in its
-first step the neighbours exchange the shapes of activations and gradients (torch calls it metadata inference), which a
-replacement has not done. Here the state of the interrupted step is dropped, and after a recovery all ranks infer the
-metadata again.
+A schedule is not re-entrant: the next step uses what an interrupted one has left in the schedule and its stages. And in
+its first step neighbours exchange the shapes of activations and gradients (torch calls it metadata inference), which a
+replacement has not done. So this adapter drops the state of an interrupted step, and makes all ranks infer the metadata
+again after a recovery.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _STAGE_LEFTOVERS = ("fwd_cache", "bwd_cache", "output_chunks", "backward_state",
 """Containers of a stage that hold parts of one step."""
 _SCHEDULE_LEFTOVERS = ("_internal_losses",)
 _RUNTIME_LEFTOVERS = ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages", "backward_counter")
-"""Those of a schedule, and of one that runs several stages on a rank."""
+"""Such containers of a schedule, and of one that runs several stages on a rank."""
 _INITIALIZED = {
     "_initialize_stage": ("_stage_forward_initialized", "_stage_backward_initialized"),
     "_initialize_stages": ("_stages_forward_initialized", "_stages_backward_initialized"),
 }
-"""The method that infers the metadata, and the flags that it has: of one stage, and of several."""
+"""Method that infers the metadata -> flags that it sets; for one stage on a rank, and for several."""
 
 
 def is_schedule(thing: object) -> bool:
-    """Whether it is a pipeline schedule."""
+    """Whether an object is a pipeline schedule."""
     return is_named(thing, "_PipelineSchedule")
 
 
@@ -43,13 +43,14 @@ class Pipelined(Replicated):
     """The adapter of pipeline schedules."""
 
     def __init__(self, schedules: dict[str, Any]) -> None:
-        """Looks whether the schedules can be undone.
+        """Checks that steps of the schedules can be undone.
 
         Args:
-            schedules: the protected ones, by the names that the user gave.
+            schedules: the protected schedules, by the user's names.
 
         Raises:
-            ConfigurationError: this release of torch keeps the state of a step elsewhere.
+            ConfigurationError: this release of torch keeps the state of a step elsewhere, or a schedule does not suit
+                DDP.
         """
         for name, schedule in schedules.items():
             _check(name, schedule)
@@ -57,20 +58,20 @@ class Pipelined(Replicated):
 
     @property
     def is_sharded(self) -> bool:
-        """Each rank has its stages."""
+        """Always True: each rank has its own stages."""
         return True
 
     def undo(self, *, in_backward: bool) -> None:
-        """Drops what the interrupted step has left in schedules and stages, where forward and backward take turns."""
+        """Drops what the interrupted step has left in schedules and stages, whether in forward or backward."""
         for schedule in self._schedules:
             forget_step(schedule)
 
     def new_generation(self) -> None:
-        """Has all ranks infer the metadata again in the next step.
+        """Makes all ranks infer the metadata again in the next step.
 
-        That runs each stage once on uninitialised tensors (torch 2.13). What it leaves in module buffers, such as
-        BatchNorm's statistics, would differ from run to run, and is put back. And DDP would reduce the first
-        micro-batch by itself after it: rounded in another way than in a step without metadata inference.
+        Metadata inference runs each stage once on uninitialised tensors (torch 2.13). Its changes of module buffers,
+        such as BatchNorm's statistics, would differ from run to run, so they are undone. And DDP would reduce the first
+        micro-batch separately after it, which rounds differently from a step without metadata inference.
         """
         for schedule in self._schedules:
             for method, flags in _INITIALIZED.items():
@@ -81,7 +82,7 @@ class Pipelined(Replicated):
 
 
 def forget_step(schedule: Any) -> None:
-    """Drops what a step has put into a schedule and its stages, as if it had not begun."""
+    """Resets a schedule and its stages, as if the step had not begun."""
     for name in (*_SCHEDULE_LEFTOVERS, *_RUNTIME_LEFTOVERS):
         if hasattr(schedule, name):
             getattr(schedule, name).clear()
@@ -98,14 +99,14 @@ def stages_of(schedule: Any) -> Sequence[Any]:
 
 
 def refuse_unprotected(modules: dict[str, torch.nn.Module], schedules: dict[str, Any]) -> None:
-    """Looks for a schedule whose stages are protected, and it is not.
+    """Refuses an unprotected schedule whose stages are protected.
 
     Args:
-        modules: the protected ones.
-        schedules: the protected ones.
+        modules: the protected modules.
+        schedules: the protected schedules.
 
     Raises:
-        ConfigurationError: there is one.
+        ConfigurationError: there is such a schedule.
     """
     if "torch.distributed.pipelining.schedules" not in sys.modules:
         return
@@ -139,7 +140,7 @@ def _check(name: str, schedule: Any) -> None:
 
 
 def _splits_backward(schedule: Any) -> bool:
-    """Whether weight gradients are computed apart from those of the inputs, as in schedules with zero bubbles."""
+    """Whether a schedule computes weight gradients apart from input gradients, as zero-bubble schedules do."""
     rows = getattr(schedule, "pipeline_order", {}).values()
     return any(
         action.computation_type.name == "BACKWARD_WEIGHT" for row in rows for action in row if action is not None
@@ -154,7 +155,7 @@ def _unknown(name: str, thing: object, missing: str) -> str:
 
 
 def _leave_no_trace_once(schedule: Any, method: str) -> None:
-    """Has the next call of a schedule's method, and that alone, leave the modules of its stages as they are."""
+    """Makes the next call of a schedule's method, and only that, leave the modules of its stages unchanged."""
 
     @functools.wraps(getattr(schedule, method))
     def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Tensor parallelism: parameters that are DTensors, each rank with its part of them.
+"""Tensor parallelism: parameters that are DTensors, of which each rank holds its part.
 
-A backward may leave a gradient ``Partial``, each rank with its summand, as it does for the norms under
-`torch.distributed.tensor.parallel.SequenceParallel`: the optimizer reduces it inside of its update (torch 2.13). A rank
-that is lost there would leave the others' parameters between two steps, so here it is reduced before the gradient
+A backward may leave a gradient ``Partial``: each rank then holds one summand, as for the norms under
+`torch.distributed.tensor.parallel.SequenceParallel`. The optimizer would reduce it inside its update (torch 2.13). The
+loss of a rank there would leave the others' parameters between two steps. So keepstep reduces it before the gradient
 barrier. The values are the same.
 """
 
@@ -17,22 +17,22 @@ from keepstep.worker.parallel.layout import Replicated
 
 
 class TensorParallel(Replicated):
-    """The adapter of `parallelize_module`, and of DTensors that a script has made itself."""
+    """The adapter of `parallelize_module`, and of DTensors that a script has created itself."""
 
     def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
         """Args:
-        modules: the protected ones, by the names that the user gave.
+        modules: the protected modules, by the user's names.
         """
         self._modules = list(modules.values())
         self._parameters: list[Any] = []
 
     @property
     def is_sharded(self) -> bool:
-        """Yes."""
+        """Always True."""
         return True
 
     def at_rest(self) -> None:
-        """Takes note of the parameters: the script may have changed its modules since `protect`."""
+        """Collects the parameters again: the script may have changed its modules since `protect`."""
         parameters = (parameter for module in self._modules for parameter in module.parameters())
         self._parameters = [parameter for parameter in parameters if is_dtensor(parameter)]
 

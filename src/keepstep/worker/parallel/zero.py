@@ -1,12 +1,12 @@
 """ZeRO-1 (`torch.distributed.optim.ZeroRedundancyOptimizer`): all ranks hold the parameters, each its optimizer state.
 
-Its ``step()`` has a plain optimizer inside update the parameters that this rank owns, and then broadcasts those of each
-rank to the others. So a rank is the only holder of the optimizer state of its own parameters.
+Its ``step()`` has an inner, plain optimizer update the parameters that this rank owns, and then broadcasts each rank's
+parameters to the others. So a rank is the only holder of the optimizer state of its own parameters.
 
-A copy in which a broadcast was cut off counts as partially updated, and goes back to its snapshot. The broadcasts could
-be repeated after the reset instead, for every owner's part is whole. That would help only where no rank was lost: a
-lost one's optimizer state is in its snapshot alone, so all have to go back then. And what the script does behind
-``step()`` would meet parameters of two steps.
+If a broadcast was cut off, the copy counts as partially updated and goes back to its snapshot. keepstep could repeat
+the broadcasts after the reset instead, because every owner's part is whole. That would help only if no rank was lost:
+the optimizer state of a lost rank is in its snapshot alone, so all ranks have to go back then. And the script's code
+after ``step()`` would see parameters of two steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keepstep.worker.parallel.layout import Replicated
 
 
 def is_zero(thing: object) -> bool:
-    """Whether it is a `ZeroRedundancyOptimizer`. By its name, for importing it takes long and warns."""
+    """Whether an object is a `ZeroRedundancyOptimizer`, by its class's name: the import takes long and warns."""
     return is_named(thing, "ZeroRedundancyOptimizer")
 
 
@@ -37,9 +37,9 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def writes_buffers(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this rank writes the buffers into a checkpoint: not where ranks before it share a ZeRO optimizer.
+    """Whether this rank writes the module buffers to a checkpoint: only the first rank of a ZeRO group does.
 
-    Each has running statistics of its own, and DDP begins the next forward with those of its first rank.
+    Each rank has its own running statistics, and DDP begins the next forward with those of its first rank.
     """
     if not is_zero(optimizer):
         return True
@@ -53,7 +53,7 @@ class ZeroRedundancy(Replicated):
 
     def __init__(self, found: dict[str, Any]) -> None:
         """Args:
-            found: the optimizers, by the names that the user gave.
+            found: the optimizers, by the user's names.
 
         Raises:
             ConfigurationError: one of them cannot be protected.
@@ -63,7 +63,7 @@ class ZeroRedundancy(Replicated):
 
     @property
     def is_sharded(self) -> bool:
-        """Yes: optimizer state."""
+        """Always True: each rank holds its own optimizer state."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""The first lines of a worker: runs the user's script as ``__main__`` and reports how it failed, if it did."""
+"""Entry of a worker: runs the user's script as ``__main__`` and reports the error that ends it, if any."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from keepstep.worker.session import current_session
 
 EXIT_EXCEPTION = 1
 _left_behind: list[object] = []
-"""What the script left behind. It stays until the process ends, as under plain Python, where it goes when no thread can
-have the interpreter any more. A DDP that goes earlier may hang: its process group waits, with the interpreter's lock
-held, for a thread that waits for that lock (torch 2.13)."""
+"""Objects that the script left behind, kept until the process ends. Plain Python frees them when no other thread can
+hold the GIL any more. A DDP that is freed earlier may hang: its process group waits, with the GIL held, for a thread
+that waits for the GIL (torch 2.13)."""
 
 
 def run_script(command: tuple[str, ...], module: bool) -> int:
@@ -25,14 +25,14 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
 
     Args:
         command: the script's path or the module's name, then its arguments.
-        module: whether the first is a module, as for ``python -m``.
+        module: whether to run a module, as for ``python -m``.
     """
     if (spare := spare_to_park()) is not None:
         park(spare)
     sys.argv = list(command)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # As on a terminal: a line is out before its rank is killed, and in one piece between those of other ranks.
-        # PYTHONUNBUFFERED would have each argument of a print() written by itself.
+        # As on a terminal: a line is written before its rank is killed, and as a whole among those of other ranks.
+        # PYTHONUNBUFFERED would write each argument of a print() separately.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         if module:
@@ -84,7 +84,7 @@ def _report(error: BaseException) -> None:
 
 
 def _explain(error: BaseException) -> None:
-    """What a script cannot know that asks a spare's environment for its rank: there is none yet."""
+    """Prints a hint if the script has read the rank from the environment of a spare, which has no rank yet."""
     name = error.args[0] if isinstance(error, KeyError) and error.args else None
     if name in rank_environment(0, 0, 1) and has_no_rank():
         print(

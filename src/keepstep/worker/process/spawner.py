@@ -1,9 +1,9 @@
 """The process that starts workers and collects their exit status.
 
-With ``fork`` it imports torch once and forks: a worker is there in about ten milliseconds instead of seconds. With
+With ``fork`` it imports torch once and forks: a worker starts in about ten milliseconds instead of seconds. With
 ``spawn`` it starts a fresh interpreter each time and imports nothing. It has a single thread, so forking is safe, and
 the workers are its children: it collects their exit status. If it dies, the kernel kills its workers, and its sweeper
-what they have started; if the agent dies, the kernel kills it.
+kills the workers' children. If the agent dies, the kernel kills the spawner.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from keepstep.worker.process.sweeper import Sweeper, kill_group
 
 EXIT_NOT_FOUND = 127
 EXIT_NOT_EXECUTABLE = 126
-"""Of a command that could not be executed, as a shell has it."""
+"""Exit codes of a command that could not be executed, as in a shell."""
 RunScript = Callable[[tuple[str, ...], bool], int]
 
 
@@ -57,7 +57,7 @@ class Spawner:
     def __init__(self, endpoint: socket.socket, sweeper: Sweeper, run_script: RunScript | None) -> None:
         """Args:
         endpoint: the socket to the agent.
-        sweeper: ends what the workers have started, should this process be killed.
+        sweeper: kills the workers' children if this process is killed.
         run_script: what a forked worker runs; None to start fresh interpreters.
         """
         self._endpoint = endpoint
@@ -68,7 +68,7 @@ class Spawner:
         """pid -> worker"""
 
     def serve(self) -> None:
-        """Runs until the agent is gone; then every worker is killed."""
+        """Answers requests until the agent is gone; then kills every worker."""
         os.set_blocking(self._wake_write, False)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -103,7 +103,7 @@ class Spawner:
         return True
 
     def _become_worker(self, request: SpawnWorker, descriptors: list[int], parent: int, begun: int) -> NoReturn:
-        """The life of a worker, in the fork. ``begun`` is closed when it leads a process group of its own."""
+        """Runs a worker in the forked process. Closes ``begun`` when the worker leads its own process group."""
         code = 1
         try:
             os.setsid()
@@ -133,7 +133,7 @@ class Spawner:
                 return
             at_s = time.monotonic()
             pid = ended.si_pid
-            kill_group(pid)  # what the worker started: loader processes; while it is not reaped, the number is its own
+            kill_group(pid)  # the worker's children, such as loader processes; its PID is its own until it is reaped
             self._sweeper.group_ended(pid)
             _, status = os.waitpid(pid, 0)
             worker = self._children.pop(pid, None)
@@ -141,7 +141,7 @@ class Spawner:
                 self._report(WorkerExited(worker, pid, os.waitstatus_to_exitcode(status), at_s))
 
     def _report(self, report: SpawnerReport) -> None:
-        with contextlib.suppress(ConnectionError):  # the agent is gone, as the end of its requests will tell
+        with contextlib.suppress(ConnectionError):  # the agent is gone; `serve` will see the end of its requests
             self._endpoint.send(msgspec.json.encode(report))
 
 
@@ -164,7 +164,7 @@ def _execute(request: SpawnWorker) -> NoReturn:
     if not request.raw:
         flag = ["-m"] if request.module else []
         command = [sys.executable, "-m", "keepstep.worker.process.bootstrap", *flag, *command]
-    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # ignored here, and what is ignored is inherited
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # ignored here, and a child inherits that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
@@ -174,7 +174,7 @@ def _execute(request: SpawnWorker) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends a forked worker as an interpreter would: exit handlers, buffers, then out without the spawner's stack."""
+    """Ends a forked worker as an interpreter would: exit handlers, buffers, then exit without the spawner's stack."""
     threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter itself calls; joins executors, too
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -185,10 +185,10 @@ def _leave(code: int) -> NoReturn:
 
 
 def _write_out_files() -> None:
-    """Writes out what is left in the buffers of files that are open, such as those that the script has not closed.
+    """Writes out the buffers of open files, such as those that the script has not closed.
 
-    An interpreter that ends does it when it takes their objects away. Here they stay. Text comes before what it is
-    written to, and a compressed file, which is complete when it is closed, before its buffer.
+    An interpreter that ends does so when it frees the file objects; here they are not freed. A text file comes before
+    its buffer. A compressed file, which is complete only when it is closed, comes before its buffer, too.
     """
     buffers = (io.BufferedWriter, io.BufferedRandom)
     files = [
@@ -205,7 +205,7 @@ def _write_out_files() -> None:
 
 
 def measure_worker_bytes() -> int:
-    """Memory that a forked worker takes for itself before it does anything, in bytes, measured on one."""
+    """Forks once to measure the private memory, in bytes, of a worker that has done nothing yet."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -226,7 +226,7 @@ def private_bytes() -> int:
 
 
 def preload(modules: list[str]) -> RunScript:
-    """Imports what every worker needs, so that a fork has it, and returns what a worker runs."""
+    """Imports what every worker needs, so that forks share it. Returns the function that a worker runs."""
     import torch._dynamo  # noqa: F401 - optimizers import it at their first use, which takes about a second
 
     from keepstep.worker.process.bootstrap import run_script

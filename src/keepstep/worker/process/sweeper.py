@@ -1,8 +1,8 @@
 """The process that kills the workers' own children when no agent is left to do it.
 
 The kernel kills a worker when its spawner dies, and the spawner when the agent dies. It does not kill the worker's
-children, such as its data loader's processes. A worker leads a process group that contains its children; so one process
-knows the groups and outlives all others for a moment.
+children, such as its data loader's processes. A worker leads a process group that contains its children. The sweeper
+knows these groups, and outlives all other processes for a moment.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import select
 import signal
 
 EXIT_DEADLINE_S = 5.0
-"""How long the spawner's exit may take after the closing of its files; it has nothing left to do but to say so."""
+"""How long to wait for the spawner's exit after it has closed its files. It has nothing else left to do."""
 _NUMBER = "i"
-"""A process number as C has it. A few bytes pass through a pipe in one piece (`man 7 pipe`)."""
+"""A PID as a C int. A pipe transfers a few bytes in one piece (`man 7 pipe`)."""
 
 
 class Sweeper:
-    """The spawner's end of the pipe to the sweeper. When all copies of this end are closed, the sweeper sweeps."""
+    """The spawner's end of the pipe to the sweeper. When all copies of it are closed, the sweeper kills the groups."""
 
     def __init__(self) -> None:
         """Starts the sweeper by forking this process."""
@@ -38,11 +38,11 @@ class Sweeper:
             os._exit(0)
 
     def group_began(self, group: int) -> None:
-        """Told by the worker that leads the group, before it runs anything."""
+        """Reports a new group. The worker that leads it calls this before it runs anything."""
         self._tell(group)
 
     def group_ended(self, group: int) -> None:
-        """Told by the spawner, when the group's processes have been killed: its number may soon be another's."""
+        """Reports that a group has been killed. The spawner calls this, since the PID may soon be reused."""
         self._tell(-group)
 
     def _tell(self, number: int) -> None:
@@ -51,7 +51,7 @@ class Sweeper:
 
 
 def kill_group(leader: int) -> None:
-    """Kills every process of a group, if there is one left."""
+    """Kills every process of a group, if any is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -59,7 +59,7 @@ def kill_group(leader: int) -> None:
 def _close_all_above(highest: int) -> None:
     for name in os.listdir("/proc/self/fd"):
         if int(name) > highest:
-            with contextlib.suppress(OSError):  # the listing's own is closed already
+            with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
                 os.close(int(name))
 
 
@@ -79,14 +79,14 @@ def _sweep(line: int, spawner: int) -> None:
 def _await_exit(spawner: int) -> None:
     """Waits until the spawner has closed all of its files.
 
-    The kernel closes them one after the other, and the pipe is not the last one. If the workers were killed in between,
-    their agent would see them die while the spawner seems to live, and take them for the cause.
+    The kernel closes them one after the other, and the pipe is not the last one. If the sweeper killed the workers in
+    between, their agent would see them die while the spawner seems to live, and report them as the cause.
     """
     try:
         process = os.pidfd_open(spawner)
     except ProcessLookupError:
         return
-    if os.getppid() == spawner:  # otherwise the number may be another's by now
+    if os.getppid() == spawner:  # otherwise the PID may belong to another process by now
         poll = select.poll()
         poll.register(process, select.POLLIN)
         poll.poll(EXIT_DEADLINE_S * 1000)

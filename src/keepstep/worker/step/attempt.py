@@ -13,16 +13,16 @@ from keepstep.worker.values.declared import DeclaredState
 
 
 class Attempt:
-    """The present attempt of one rank. Used by the training thread."""
+    """One rank's attempt at the current step. Used by the training thread."""
 
     def __init__(
         self, coordination: Coordination, state: ProtectedState, declared: DeclaredState, device: DeviceCompletion
     ) -> None:
         """Args:
-        coordination: of this rank.
-        state: what a step may change, with its layout.
+        coordination: coordination of this rank.
+        state: the state that a step may change, with its layout.
         declared: the values of `Session.state`.
-        device: of this process.
+        device: waits for the devices of this process.
         """
         self._coordination = coordination
         self._machine = coordination.machine
@@ -32,15 +32,15 @@ class Attempt:
         self._device = device
 
     def start_up(self) -> None:
-        """The script stands at its first step; ranks that start together give each other their rank-local values."""
+        """Prepares the first step. Ranks that start together exchange their rank-local values."""
         machine = self._machine
         together = machine.generation > 0 and not machine.used_echo and machine.rank is not None
         self._declared.begin(dist.get_world_size(), share=together)
 
     def hand_out(self) -> None:
-        """Takes note of what an interrupted attempt must put back.
+        """Records the state that an interrupted attempt must restore.
 
-        The attempt begins here, and not with its ``with``: the script's lines before the ``with`` run again, too.
+        The attempt begins here, not at its ``with``: the script's code before the ``with`` is repeated, too.
         """
         self._declared.hand_out()
         self._snapshot.take()
@@ -55,25 +55,25 @@ class Attempt:
             self._snapshot.take()
 
     def guard(self) -> None:
-        """What the script does now, outside of a step, may be undone though no step that is undone sees it."""
+        """Protects averages of parameters that the script may write to outside of steps; see `StepSnapshot.guard`."""
         self._snapshot.guard()
 
     def begin(self) -> None:
-        """Has all ranks begin in the same way."""
+        """Makes all ranks begin the step in the same way."""
         self._layout.begin_step()
 
     def check_gradients(self) -> None:
-        """A backward begins; see `StepSnapshot.check_gradients`."""
+        """Checks used gradients when a backward begins; see `StepSnapshot.check_gradients`."""
         self._snapshot.check_gradients()
 
     def before_barrier(self) -> None:
-        """Completes what the gradient barrier vouches for.
+        """Establishes what the gradient barrier guarantees.
 
-        Module buffers, too, are the same on every rank, and every rank holds the rank-local values of all. The device
-        is through with all of it.
+        Afterwards module buffers are equal on all ranks, and every rank holds the rank-local values of all ranks. The
+        device has completed all of it, unless the step was interrupted.
 
         Raises:
-            RuntimeError: an operation has ended in an error after the script had waited for it on a stream.
+            RuntimeError: an operation has failed after the script had waited for it on a stream.
         """
         self._layout.before_barrier()
         self._snapshot.before_barrier()
@@ -83,17 +83,17 @@ class Attempt:
         self._device.wait(coordination.groups.look, lambda: coordination.interrupted)
 
     def drain(self) -> None:
-        """Waits until nothing is under way any more, in no group and on no stream of the device."""
+        """Waits until no operation is in flight, in any group and on any stream of the device."""
         assert self._coordination.groups is not None
         self._coordination.groups.drain()
         self.drain_device()
 
     def drain_device(self) -> None:
-        """Waits until the devices are through with what was launched, such as an update's kernels."""
+        """Waits until the devices have completed all launched work, such as an update's kernels."""
         self._device.drain()
 
     def undo(self) -> None:
-        """The step was left early: CLEAN and ROLLBACK of what it did. Nothing to do where its update has begun."""
+        """Undoes a step that was left early (CLEAN and ROLLBACK). Does nothing if its update has begun."""
         coordination = self._coordination
         if coordination.phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED):
             return
@@ -107,7 +107,7 @@ class Attempt:
         coordination.show()
 
     def complete(self) -> None:
-        """The step is complete, for good.
+        """Marks the attempt as complete and permanent.
 
         Raises:
             UsageError: see `DeclaredState.check`.
@@ -116,11 +116,11 @@ class Attempt:
         self.check()
 
     def check(self) -> None:
-        """Looks whether the script has changed values when it must not; see `DeclaredState.check`."""
+        """Checks that the script has changed values only when it may; see `DeclaredState.check`."""
         self._declared.check()
 
     def returned(self) -> bool:
-        """The script asks for the next step. What it did after an interrupted attempt is put back.
+        """Ends the attempt, when the script asks for the next step. Undoes the script's changes after an interruption.
 
         Returns:
             whether the attempt was complete.
@@ -133,5 +133,5 @@ class Attempt:
         return False
 
     def over(self) -> None:
-        """The last step is complete on all ranks: nothing is protected any more."""
+        """Ends the protection of declared values: all ranks have completed the last step."""
         self._declared.end()

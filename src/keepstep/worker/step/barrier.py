@@ -19,22 +19,23 @@ def pass_gradient_barrier(
     decide: Callable[[], None],
     proposals: Sequence[int] = (),
 ) -> list[int] | None:
-    """Waits until every rank has complete gradients; returns when this rank may, or must, run its update.
+    """Waits until every rank has complete gradients. Returns when this rank may, or must, run its update.
 
-    When a failure comes while the rank is in the barrier it waits for the decision: if some rank has left the
-    barrier the update is run, so that all are at the next step; else the step is undone.
+    If a failure comes while the rank is in the barrier, the rank waits for the controller's decision. If some rank has
+    left the barrier, this rank must run its update, so that all ranks are at the next step. Otherwise it undoes the
+    step.
 
     Args:
-        coordination: of this rank.
-        attempt: the present one.
-        decide: waits for that decision; raises StepInterrupted where the step is to be undone.
-        proposals: numbers of this rank's, in a barrier in which all ranks give as many.
+        coordination: coordination of this rank.
+        attempt: the current attempt.
+        decide: waits for that decision; raises StepInterrupted if the step must be undone.
+        proposals: numbers of this rank. All ranks must give the same number of them.
 
     Returns:
-        the greatest that any rank gave of each, where no failure came.
+        the maximum of each number over all ranks; None without proposals, or if a failure came.
 
     Raises:
-        StepInterrupted: the step is to be undone.
+        StepInterrupted: the step must be undone.
     """
     attempt.before_barrier()
     if coordination.interrupted or coordination.machine.used_echo:

@@ -1,9 +1,9 @@
 """Waits until the work that a process has launched on its GPU is complete.
 
-A host runs ahead of its GPU: after ``backward()`` the gradients are launched and not yet computed. The gradient
-barrier vouches for complete gradients, so the host waits for the device before it counts as synced, and launches the
-update's kernels only when it has seen the barrier pass: a collective that is aborted completes, with garbage, and
-whatever is queued after it on the stream runs. What the lost run-ahead costs was not measured on a GPU.
+A host runs ahead of its GPU: after ``backward()`` the gradients are launched and not yet computed. The gradient barrier
+guarantees complete gradients, so the host waits for the device before the rank counts as synced. The host launches the
+update's kernels only after the barrier: an aborted collective completes with garbage, and the kernels queued after it
+on the stream run. The cost of this wait was not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Protocol
 import torch
 
 POLL_S = 0.0002
-"""Between two looks at the device: a fraction of the shortest steps on GPUs, and a look costs microseconds."""
+"""Interval of polling the device, in seconds: a fraction of the shortest steps on GPUs. One poll costs microseconds."""
 
 
 class DeviceCompletion(Protocol):
-    """What the training thread asks of its process's own device."""
+    """Waits for work on the devices of a process. Used by the training thread."""
 
     def wait(self, look: Callable[[], None], is_interrupted: Callable[[], bool]) -> None:
-        """Returns when all that was launched on the current stream is complete, or the step is interrupted.
+        """Waits until all work launched on the current stream is complete, or the step is interrupted.
 
         Args:
-            look: called between looks at the device; notices which operations of groups have ended.
-            is_interrupted: whether the step is to be undone anyway.
+            look: called between polls of the device; finds operations of groups that have ended.
+            is_interrupted: whether the step will be undone anyway.
 
         Raises:
-            RuntimeError: an error of the device, after which the process cannot go on.
+            RuntimeError: an error of the device, after which the process cannot continue.
         """
         ...
 
     def drain(self) -> None:
-        """Returns when nothing runs on any stream of the process's devices. No group has an operation under way.
+        """Waits until no stream of the process's devices has work. No group may have an operation in flight.
 
         Raises:
             RuntimeError: as for `wait`.
@@ -43,7 +43,7 @@ class DeviceCompletion(Protocol):
 
 
 class HostCompletion:
-    """A process without a GPU: what it has called is complete. Implements `DeviceCompletion`."""
+    """For a process without a GPU, whose calls are synchronous. Implements `DeviceCompletion`."""
 
     def wait(self, look: Callable[[], None], is_interrupted: Callable[[], bool]) -> None:
         """Returns at once, and calls neither function."""
@@ -53,11 +53,11 @@ class HostCompletion:
 
 
 class StreamCompletion:
-    """A process with a GPU. Implements `DeviceCompletion`."""
+    """For a process with a GPU. Implements `DeviceCompletion`."""
 
     def __init__(self, record: Callable[[], Callable[[], bool]], synchronize: Callable[[], None]) -> None:
         """Args:
-        record: marks a place on the current stream of each device; returns whether all have come there.
+        record: records an event on the current stream of each device; returns a function: whether all are complete.
         synchronize: waits for all streams of all devices.
         """
         self._record = record
@@ -65,7 +65,7 @@ class StreamCompletion:
         self._never = threading.Event()
 
     def wait(self, look: Callable[[], None], is_interrupted: Callable[[], bool]) -> None:
-        """See `DeviceCompletion.wait`. ``look`` is called after the end, too: what has ended may have failed."""
+        """See `DeviceCompletion.wait`. Calls ``look`` at the end, too: an operation that has ended may have failed."""
         has_come = self._record()
         while not has_come():
             look()
@@ -80,11 +80,11 @@ class StreamCompletion:
 
 
 def completion_on(device: torch.device, others: Collection[torch.device] = ()) -> DeviceCompletion:
-    """What waits for the process's own device.
+    """Returns the `DeviceCompletion` of a process.
 
     Args:
-        device: that one.
-        others: on which the process trains as well; where a model is spread over several GPUs.
+        device: the process's own device.
+        others: further devices on which the process trains, if a model is spread over several GPUs.
     """
     if device.type != "cuda":
         return HostCompletion()
@@ -100,7 +100,7 @@ def completion_on(device: torch.device, others: Collection[torch.device] = ()) -
     def synchronize() -> None:
         for index in range(torch.cuda.device_count()):
             is_used = torch.device("cuda", index) in used
-            if is_used or torch.cuda.memory_reserved(index):  # another one that the script has opened
+            if is_used or torch.cuda.memory_reserved(index):  # another GPU that the script uses
                 torch.cuda.synchronize(index)
 
     return StreamCompletion(record, synchronize)

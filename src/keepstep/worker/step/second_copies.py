@@ -1,7 +1,7 @@
-"""Second copies of snapshots, in the memory of another node: this rank's with its buddy, and those that it keeps.
+"""Second copies of snapshots, in the memory of another node. A rank sends its own to a buddy, and keeps those of wards.
 
-They travel over the world's process group, like gradients and restored state: no further port is opened, and they end
-with that group. Separate threads send and receive them, and the group's counters ignore them.
+The copies travel over the world's process group, like gradients and restored state. So they need no further port, and
+they end with that group. Separate threads send and receive them, and the group's counters ignore them.
 
 A copy consists of a header from the sender, an answer whether it is needed, the snapshot's bytes in chunks directly
 from memory to memory, and an acknowledgement.
@@ -31,48 +31,48 @@ from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.weights.channels.group import Carrier
 
 CHUNK_BYTES = 4 << 20
-"""As the buckets of a restore: what the training thread sends to the same rank waits for no more than this."""
+"""Size of a chunk, as of a restore's buckets. The training thread's sends to the same rank wait for one at most."""
 NUM_UNDER_WAY = 2
-"""Chunks that are sent before the first has arrived."""
+"""Maximum number of chunks in flight."""
 _HEADER = struct.Struct("<qQq16s")
-"""Step, bytes, the step that must stay (-1: none), and the digest."""
+"""Step, size in bytes, step of the snapshot that must stay (-1: none), and digest."""
 _HEADER_TAG, _ANSWER_TAG, _CHUNK_TAG = 0x4B540, 0x4B541, 0x4B542
 
 OnMoment = Callable[[SnapshotMoment, int, int, int], None]
-"""Told what became of a snapshot, of which step and of how many bytes it is, and when, in monotonic nanoseconds.
+"""(moment, step, size in bytes, time in monotonic nanoseconds): called at each moment of a snapshot.
 
-That one is complete the thread of the snapshots tells, all else the training thread."""
+The snapshot thread reports that a snapshot is complete; the training thread reports all other moments."""
 
 
 def ignore_moment(moment: SnapshotMoment, step: int, num_bytes: int, at_ns: int) -> None:
-    """An `OnMoment`, where no observer was given."""
+    """An `OnMoment` that does nothing."""
 
 
 class Answer(enum.IntEnum):
-    """What a buddy says."""
+    """Answer of a buddy."""
 
     SEND = 0
-    """It waits for the bytes."""
+    """The buddy waits for the bytes."""
     WHOLE = 1
-    """It has the snapshot, checked."""
+    """The buddy has the snapshot, and has checked it."""
     NO_MEMORY = 2
-    """There is none for it on that node."""
+    """The buddy's node has no memory for it."""
     DAMAGED = 3
-    """The bytes have another checksum than the header says."""
+    """The checksum of the bytes differs from that in the header."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SecondCopySent:
-    """One was sent, or was to be."""
+    """The result of sending a second copy."""
 
     snapshot: WholeSnapshot
     sending_s: float
     answer: Answer | None
-    """The buddy's last one; None: the generation has ended before."""
+    """The buddy's last answer; None: the generation has ended before."""
 
 
 class SecondCopies:
-    """One rank's part. Methods are called by the training thread, except for `send`."""
+    """Sends and keeps second copies on one rank. The training thread calls the methods, except for `send`."""
 
     def __init__(
         self,
@@ -82,10 +82,11 @@ class SecondCopies:
         on_moment: OnMoment | None = None,
     ) -> None:
         """Args:
-        file: this worker's memory.
-        group: gives what carries the copies in the current generation; None where there is no other rank.
-        failed: told of an error that the end of the generation does not explain, from any thread.
-        on_moment: told of each copy that a buddy's node had no room for, and of the first that one had room for again.
+        file: this worker's snapshot memory.
+        group: returns the carrier of the copies in the current generation; None if the world group is down.
+        failed: called with the error of a transfer, from any thread.
+        on_moment: called for each copy that a buddy's node had no room for, and for the first one that it had room for
+            again.
         """
         self._file = file
         self._group_of_generation = group
@@ -97,41 +98,41 @@ class SecondCopies:
         self._threads: ThreadPoolExecutor | None = None
         self._sending: Future[SecondCopySent] | None = None
         self._has_told = False
-        """That this rank's snapshots have no second copy."""
+        """Whether it has printed that this rank's snapshots have no second copy."""
         self.kept_step: int | None = None
-        """The snapshot that must stay until all ranks have theirs of the step at which they resumed."""
+        """Step of the snapshot that must stay until all ranks have one of the resume step."""
 
     @property
     def has_buddy(self) -> bool:
-        """Whether another rank keeps this one's snapshots."""
+        """Whether another rank keeps this rank's snapshots."""
         return self._plan.buddy is not None
 
     @property
     def are_kept(self) -> bool:
-        """Whether any rank keeps another one's: all ranks say the same."""
+        """Whether any rank keeps second copies. The value is the same on all ranks."""
         return bool(self._plan.buddies)
 
     def held(self) -> SnapshotsByRank:
-        """What this worker keeps of other ranks."""
+        """The snapshots of other ranks that this worker keeps."""
         return tuple((rank, steps) for rank, steps in steps_by_rank(self._file.whole) if rank != self._rank)
 
     # ---- from generation to generation ------------------------------------------------------------------------------
 
     def resumed(self, rank: int, membership: Membership | None, kept_step: int | None, generation: int) -> None:
-        """All ranks of a generation stand at one step. What was under way has ended with the last one's group.
+        """Plans the copies of a generation, whose ranks stand at the resume step. Earlier transfers have ended.
 
         Args:
-            rank: this one.
-            membership: of the generation; None where no snapshots are taken.
+            rank: this rank.
+            membership: membership of the generation; None if no snapshots are taken.
             kept_step: see `keepstep.protocol.messages.Recover`.
-            generation: its number.
+            generation: number of the generation.
         """
         self._plan.resumed(rank, membership, generation)
         self._rank, self.kept_step, self._sending = rank, kept_step, None
         self._employ()
 
     def _employ(self) -> None:
-        """Threads for what this rank sends and receives; what was under way has ended."""
+        """Starts threads for this rank's transfers. Earlier transfers have ended."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
@@ -140,16 +141,16 @@ class SecondCopies:
             self._threads = ThreadPoolExecutor(1 + len(self._plan.wards), "keepstep-second-copy")
 
     def contribution(self) -> int:
-        """This rank's number in a gradient barrier in which second copies are due; see `SecondCopyPlan`."""
+        """Returns this rank's number for a gradient barrier in which second copies are due; see `SecondCopyPlan`."""
         return self._plan.contribution()
 
     def reduced(self, number: int) -> None:
-        """The greatest that any rank has said there. No copy is under way."""
+        """Uses the maximum of all ranks' numbers. No transfer may be in progress."""
         if self._plan.reduced(number):
             self._employ()
 
     def passed_barrier(self) -> None:
-        """All ranks have both copies of the snapshot at which they resumed: those of ranks that were its wards go."""
+        """Discards the snapshots of former wards: all ranks have both copies of their snapshot of the resume step."""
         if self.kept_step is not None:
             self.kept_step = None
             for each in self._file.whole:
@@ -159,13 +160,13 @@ class SecondCopies:
     # ---- from snapshot to snapshot ----------------------------------------------------------------------------------
 
     def hand_out(self) -> None:
-        """All ranks take a snapshot of the step that is handed out: those of the wards are on their way."""
+        """Begins to receive the wards' copies: all ranks take a snapshot of the yielded step."""
         for ward in self._plan.wards:
             if self._threads is not None and self._group is not None:
                 self._threads.submit(self._receive, self._group, ward)
 
     def send(self, snapshot: WholeSnapshot) -> None:
-        """This rank's snapshot is whole, and stays until `wait` has returned. From any thread."""
+        """Begins to send this rank's complete snapshot, from any thread. It must stay until `wait` has returned."""
         if self.has_buddy and self._threads is not None and self._group is not None:
             self._sending = self._threads.submit(self._send, self._group, snapshot)
 
@@ -173,10 +174,10 @@ class SecondCopies:
         """Waits until the buddy has the last snapshot or has refused it, or the generation is over.
 
         Returns:
-            how long it took to send, in seconds; None where none was sent.
+            seconds that the transfer took; None if no copy was sent.
 
         Raises:
-            ConfigurationError: the job has just begun, and the buddy's node has no memory for it.
+            ConfigurationError: the job has just begun, and the buddy's node has no memory for the copy.
         """
         sending, self._sending = self._sending, None
         if sending is None:
@@ -282,7 +283,7 @@ class SecondCopies:
 
 
 def _fill(group: Carrier, ward: int, view: mmap.mmap, num_bytes: int) -> bytes:
-    """Receives all chunks, one ahead of the one that is hashed. Returns the digest."""
+    """Receives all chunks, each while the one before is hashed. Returns the digest."""
     checksum = xxhash.xxh3_128()
     coming: list[tuple[torch.Tensor, dist.Work]] = []
     for chunk in [*_chunks(view, num_bytes), None]:

@@ -1,11 +1,11 @@
 """Copies of a rank's state into host memory for snapshots, concurrent with the device's computation.
 
-On a GPU the copies run on a stream of their own, by the device's copy engine, while forward and backward compute. They
-go straight into the memory that the agent holds as well: the driver pins it (``cudaHostRegister``), as torch's own
-checkpoints pin shared memory (`torch.distributed._state_dict_utils`, with ``share_memory`` and ``pin_memory``). Where
-the driver refuses, the same copies go through the driver's staging memory, whose size is the driver's: slower, and the
-thread that calls them stands still meanwhile (CUDA runtime, "API synchronization behavior"). So there is no staging
-memory of keepstep's on either way, and nothing but the speed depends on which it is. Not measured on a GPU.
+On a GPU the device's copy engine copies on a separate stream, while forward and backward compute. The target is memory
+that the agent holds as well. The driver pins it (``cudaHostRegister``), as torch's own checkpoints pin shared memory
+(`torch.distributed._state_dict_utils`, with ``share_memory`` and ``pin_memory``). If the driver refuses, the same
+copies go through the driver's staging memory. That is slower, and blocks the calling thread (CUDA runtime, "API
+synchronization behavior"). keepstep has no staging memory of its own on either way, and only the speed differs. Not
+measured on a GPU.
 """
 
 from __future__ import annotations
@@ -22,53 +22,52 @@ from keepstep.weights.memory.bytes_of import address_of, copy_flat
 from keepstep.weights.memory.gpu_copies import on_device_of
 
 Wait = Callable[[], None]
-"""Returns when what it stands for is complete.
+"""Blocks until a copy, or the work before a mark, is complete.
 
 Raises:
-    RuntimeError: an error of the device, after which the process cannot go on.
-"""
+    RuntimeError: an error of the device, after which the process cannot continue."""
 _HOST_CHUNK_BYTES = 1 << 20
-"""What is copied on the host before its checksum is taken: it is in the cache then."""
+"""Size of a chunk on the host. It is still in the cache when it is hashed."""
 _STREAM_CHUNK_BYTES = 32 << 20
-"""What a GPU copies at a time: at 25 GB/s more than a millisecond, and a launch takes some microseconds."""
+"""Size of a chunk on a GPU: at 25 GB/s more than a millisecond, while a launch takes some microseconds."""
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices of the process."""
 
 
 def _nothing() -> None:
-    """The `Wait` of what is complete already."""
+    """A `Wait` for a copy that is complete already."""
 
 
 class SideCopies(Protocol):
-    """How the tensors of a snapshot come into host memory.
+    """Copies the tensors of a snapshot into host memory.
 
     Attributes:
-        chunk_bytes: how much is copied at a time.
-        num_ahead: how many chunks are begun before the first is waited for.
+        chunk_bytes: size of a chunk.
+        num_ahead: maximum number of chunks in flight.
     """
 
     chunk_bytes: int
     num_ahead: int
 
     def pin(self, slot: int, memory: mmap.mmap) -> None:
-        """Prepares memory to be copied into; it is this object's own as long as it is that of the slot."""
+        """Prepares the memory of a slot as target of copies. May keep it mapped until the slot gets other memory."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies in order with what this thread has launched on the device, and launches next.
+        """Copies in stream order with the work that this thread launches on the device.
 
         Args:
-            target: uint8 [n], in host memory. It holds the bytes when a later `mark` has come.
+            target: uint8 [n], in host memory. It holds the bytes when a later `mark` is complete.
             source: uint8 [n].
         """
         ...
 
     def mark(self, devices: Collection[torch.device]) -> Wait:
-        """The place to which this thread's launches on some devices have come."""
+        """Returns a wait for all work that this thread has launched on some devices."""
         ...
 
     def begin(self, target: torch.Tensor, source: torch.Tensor) -> Wait:
-        """Begins to copy beside all that was launched. ``source`` must not be written to before the wait is over.
+        """Begins a copy beside all launched work. Nothing may write to ``source`` before the returned wait is over.
 
         Args:
             target: uint8 [n], in host memory.
@@ -78,19 +77,19 @@ class SideCopies(Protocol):
 
 
 class HostCopies:
-    """All tensors are in host memory: the calling thread copies. Implements `SideCopies`."""
+    """For tensors in host memory: the calling thread copies. Implements `SideCopies`."""
 
     chunk_bytes, num_ahead = _HOST_CHUNK_BYTES, 1
 
     def pin(self, slot: int, memory: mmap.mmap) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `SideCopies`."""
         copy_flat(target, source)
 
     def mark(self, devices: Collection[torch.device]) -> Wait:
-        """See `SideCopies`. What a processor was told to do is done."""
+        """See `SideCopies`. Copies on the host are complete already."""
         return _nothing
 
     def begin(self, target: torch.Tensor, source: torch.Tensor) -> Wait:
@@ -100,20 +99,20 @@ class HostCopies:
 
 
 class PinnedSlots:
-    """The memory of slots, known to the driver as pinned."""
+    """Pins the memory of slots in the driver."""
 
     def __init__(self, register: Callable[[int, int], str | None], unregister: Callable[[int], str | None]) -> None:
         """Args:
-        register: pins so many bytes from an address on; what the driver has against it, if anything.
-        unregister: the opposite.
+        register: pins a number of bytes from an address on; returns the driver's error, or None.
+        unregister: unpins the memory at an address; returns likewise.
         """
         self._register, self._unregister = register, unregister
         self._held: dict[int, tuple[mmap.mmap, int]] = {}
-        """slot -> its memory, which is not unmapped before the driver lets it go, and the address."""
+        """slot -> its memory, which stays mapped until the driver has unpinned it, and the address."""
         self._is_refused = False
 
     def pin(self, slot: int, memory: mmap.mmap) -> None:
-        """See `SideCopies`. Where the driver refuses, that is told once, and not tried again."""
+        """See `SideCopies`. If the driver refuses, prints that once, and does not try again."""
         held = self._held.get(slot)
         if self._is_refused or (held is not None and held[0] is memory):
             return
@@ -139,25 +138,25 @@ class PinnedSlots:
 
 
 class StreamCopies:
-    """Some tensors are on a GPU. Implements `SideCopies`.
+    """For tensors of which some are on a GPU. Implements `SideCopies`.
 
-    The stream needs no order with others: the thread of the snapshots waits for `mark` before it begins a copy, and
-    the training thread waits for that thread before it launches an update.
+    The stream needs no order with others: the snapshot thread waits for `mark` before it begins a copy, and the
+    training thread waits for the snapshot thread before it launches an update.
     """
 
     chunk_bytes, num_ahead = _STREAM_CHUNK_BYTES, 2
 
     def __init__(self, device: torch.device) -> None:
         """Args:
-        device: the process's own.
+        device: the process's own device.
         """
         self._device = device
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        """Of the thread of the snapshots."""
+        """Streams of the snapshot thread."""
         self._slots = PinnedSlots(self._register, self._unregister)
 
     def pin(self, slot: int, memory: mmap.mmap) -> None:
-        """See `SideCopies`. To pin takes its time, and all of the memory."""
+        """See `SideCopies`. Pinning takes time, and makes all of the memory resident."""
         self._slots.pin(slot, memory)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -169,7 +168,7 @@ class StreamCopies:
         events = []
         for device in devices:
             if device.type == "cuda":
-                events.append(torch.cuda.Event(blocking=True))  # a wait for it leaves the core to others
+                events.append(torch.cuda.Event(blocking=True))  # a waiting thread leaves its core to others
                 events[-1].record(torch.cuda.current_stream(device))
 
         def wait() -> None:
@@ -201,11 +200,11 @@ class StreamCopies:
         return self._ask_driver(lambda driver: driver.cudaHostUnregister(address))
 
     def _ask_driver(self, call: Callable[[Any], Any]) -> str | None:
-        """In a thread of its own: CUDA keeps the last error of each thread, and torch would take it for its next
-        kernel's (``cudaGetLastError`` after a launch)."""
+        """Calls the driver in a separate thread. CUDA keeps the last error of each thread, and torch would take it for
+        an error of its next kernel (``cudaGetLastError`` after a launch)."""
 
         def ask() -> str | None:
-            with torch.cuda.device(self._device):  # no other device is opened
+            with torch.cuda.device(self._device):  # so that no other device is opened
                 driver = torch.cuda.cudart()
                 error = call(driver)
                 return None if int(error) == 0 else str(driver.cudaGetErrorString(error))
@@ -215,5 +214,5 @@ class StreamCopies:
 
 
 def side_copies(device: torch.device) -> SideCopies:
-    """What copies the state of a process with this device."""
+    """Returns the copies for the state of a process with this device."""
     return HostCopies() if device.type == "cpu" else StreamCopies(device)

@@ -17,12 +17,12 @@ from keepstep.protocol.phases import Phase
 from keepstep.weights.memory.blocks import is_dtensor
 
 NUM_STOP_POINTS = 64
-"""Per direction at most: a survivor wastes little more than 1/64 of a pass."""
+"""Maximum number per direction. A survivor then wastes little more than 1/64 of a pass."""
 SPACING_S = 0.004
-"""Not more than one in each such part of a step: each costs some 4 microseconds, all of them 0.2 % of it, and 4 ms do
-not count in a recovery."""
+"""Minimum step time per stop point and direction, in seconds. A stop point costs some 4 microseconds, all of them 0.2 %
+of a step. A delay of 4 ms does not matter in a recovery."""
 LEARNING_STEPS = 10
-"""After so many steps it is known how long one takes. The first ones are slower."""
+"""Number of steps whose median gives the length of a step. The first steps are slower."""
 
 Item = TypeVar("Item")
 
@@ -43,17 +43,17 @@ class StopPoints:
         check: Callable[[], None],
         on_phase: Callable[[Phase], None],
     ) -> None:
-        """Installs them.
+        """Installs the hooks.
 
         Args:
-            modules: the modules as protected.
-            check: raises `StepInterrupted` where the step is to be left.
-            on_phase: called at the start of each forward of a protected module, and of each backward. Of a module that
-                only holds others, such as the ``ModuleDict`` of a pipeline's stages, these are the protected ones.
+            modules: the protected modules, by name.
+            check: raises `StepInterrupted` if the script must leave the step.
+            on_phase: called at the start of each forward of a protected module, and of each backward. If a module only
+                holds others, such as the ``ModuleDict`` of a pipeline's stages, the modules in it count instead.
         """
         self._check, self._on_phase = check, on_phase
         self._removable: list[list[RemovableHandle]] = []
-        """The stop points of each module and direction; the phase marks are not among them."""
+        """Handles of the stop points, per module and direction. Phase marks are not among them."""
         self._steps_s: list[float] = []
         for root in modules.values():
             parameters = [parameter for parameter in root.parameters() if parameter.requires_grad]
@@ -65,14 +65,14 @@ class StopPoints:
             parts = spread([part for part in root.modules() if part is not root], NUM_STOP_POINTS)
             self._removable.append([part.register_forward_pre_hook(self._before_forward) for part in parts])
             if any(is_dtensor(parameter) for parameter in parameters):
-                # FSDP accumulates into gathered parameters, which come and go: outputs are what backward passes.
+                # FSDP accumulates into gathered parameters, which are temporary. So the hooks are on outputs.
                 self._removable.append([part.register_forward_hook(self._after_forward) for part in parts])
                 continue
             leaves = spread(parameters, NUM_STOP_POINTS)
             self._removable.append([leaf.register_post_accumulate_grad_hook(self._after_gradient) for leaf in leaves])
 
     def step_took(self, step_s: float) -> None:
-        """Where steps are short, fewer stop points do: takes away those that are too many for steps of this length."""
+        """Records the length of a step, in seconds. After `LEARNING_STEPS` steps, removes superfluous stop points."""
         if len(self._steps_s) == LEARNING_STEPS:
             return
         self._steps_s.append(step_s)
@@ -108,14 +108,14 @@ class StopPoints:
 
 
 def _called(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost modules of it that have a forward: itself, or where it only holds others, what it holds."""
+    """The outermost modules with a forward: the module itself or, if it only holds others, those in it."""
     if type(module).forward is not torch.nn.Module.forward:
         return [module]
     return [called for part in module.children() for called in _called(part)]
 
 
 def _on_gradient_of(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
-    """Has a hook called when the backward has come to a module's output."""
+    """Registers a hook that runs when the backward reaches a module's output."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
     first = next((leaf for leaf in _tensors(output) if leaf.requires_grad and leaf.grad_fn is not None), None)

@@ -11,14 +11,14 @@ from keepstep.worker.coordination import Coordination
 
 
 def check_call(arguments: Any, keywords: Any) -> None:
-    """Looks at a call of ``optimizer.step()`` before it is let through.
+    """Checks a call of ``optimizer.step()`` before it runs.
 
     Args:
-        arguments: of the call, the optimizer first.
-        keywords: of the call.
+        arguments: positional arguments of the call, the optimizer first.
+        keywords: keyword arguments of the call.
 
     Raises:
-        UsageError: it computes gradients in mid-update, or runs before all gradients are there.
+        UsageError: the call computes gradients in mid-update, or runs before all gradients are complete.
     """
     if keywords.get("closure") is not None or any(callable(argument) for argument in arguments[1:]):
         raise UsageError(
@@ -29,7 +29,7 @@ def check_call(arguments: Any, keywords: Any) -> None:
 
 
 def check_gradients(optimizer: torch.optim.Optimizer, coordination: Coordination) -> None:
-    """Looks whether the gradients of an update were complete when the gradient barrier was left.
+    """Checks that the gradients of an update were complete when this rank left the gradient barrier.
 
     Raises:
         UsageError: a backward after the first update of the step has reduced gradients.
@@ -44,10 +44,10 @@ def check_gradients(optimizer: torch.optim.Optimizer, coordination: Coordination
 
 
 def check_alone(optimizer: torch.optim.Optimizer, coordination: Coordination) -> None:
-    """Looks back at an update.
+    """Checks after an update that it ran no collectives. Called if there are no snapshots to go back to.
 
     Raises:
-        UsageError: it has communicated, and there is no snapshot to go back to.
+        UsageError: the update ran collectives.
     """
     if not coordination.updates_alone:
         raise UsageError(

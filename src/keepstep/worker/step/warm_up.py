@@ -9,23 +9,22 @@ import torch
 from keepstep.worker.state.protected import ProtectedState
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""In which cuBLAS multiplies matrices."""
+"""The dtypes in which cuBLAS multiplies matrices."""
 _SIZE = 256
-"""Rows and columns of a matrix that takes a usual kernel, and no time."""
+"""Rows and columns of the matrices: they use a common kernel and take almost no time."""
 
 
 def warm_up(state: ProtectedState, function: Callable[[], object]) -> None:
-    """Has a spare do what the script wants it to, and takes the memory of gradients and optimizer state: one update on
-    zero gradients.
+    """Warms up a spare: calls the script's function, and allocates gradients and optimizer state.
 
-    What both write is overwritten when the spare takes a rank. Restoring 80 MB of Adam state into memory that had never
-    been touched took twice as long (20,000 page faults; 2 cores, November 2026). On a GPU torch's allocator keeps the
-    memory of the gradients, and a script that gives no function has at least cuBLAS and its kernels loaded. Nothing
-    runs on the device any more when it returns.
+    It allocates them by one update on zero gradients. The state of the spare is overwritten when it takes a rank.
+    Restoring 80 MB of Adam state into memory that had never been touched took twice as long (20,000 page faults; 2
+    cores, November 2026). On a GPU torch's allocator keeps the memory of the gradients, and cuBLAS and its kernels are
+    loaded even without a function of the script. The device is idle when it returns.
 
     Args:
         state: the protected objects.
-        function: the script's, see `Session.warm_up`.
+        function: the script's function, see `Session.warm_up`.
     """
     device = state.device
     if device.type == "cuda":
@@ -41,9 +40,9 @@ def warm_up(state: ProtectedState, function: Callable[[], object]) -> None:
 
 
 def multiply(device: torch.device, dtypes: list[torch.dtype]) -> None:
-    """Multiplies matrices as a forward and backward do, which opens a device and loads cuBLAS, with its workspace.
+    """Multiplies matrices as a forward and backward do, to open a device and load cuBLAS with its workspace.
 
-    No random numbers are drawn, and the matrices' memory goes back to torch's allocator.
+    It draws no random numbers, and returns the memory of the matrices to torch's allocator.
     """
     for dtype in dtypes:
         inputs = torch.ones(_SIZE, _SIZE, dtype=dtype, device=device)

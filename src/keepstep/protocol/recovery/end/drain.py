@@ -18,43 +18,43 @@ from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement.roster import Roster
 
 HOLDING, AGREEING = 0.25, 0.5
-"""The parts of the grace period in which the ranks may come to one step by themselves, and then after the machine has
-stopped them. The rest is for the checkpoint, and for scripts that save by themselves when they get the signal."""
+"""The shares of the grace period until which the ranks may reach a common step: by themselves, and then after the
+machine has stopped them. The rest is for the checkpoint, and for scripts that save when they get SIGTERM."""
 
 
 class JobDrain:
-    """How far the drain of one job has come, from the request on."""
+    """The progress of one job's drain."""
 
     def __init__(self, roster: Roster, orders: Orders, grace_s: float) -> None:
         self._roster = roster
         self._orders = orders
         self._grace_s = grace_s
         self.reason: str | None = None
-        """The reason of the drain; None without a drain."""
+        """The reason for the drain; None without a drain."""
         self.may_hold = True
-        """Whether the ranks may still come to one step by themselves."""
+        """Whether the ranks may still reach a common step by themselves."""
         self._begun_s, self._next = 0.0, 0
         self._awaited: set[int] = set()
-        """The workers whose answer to the last order is missing."""
+        """The workers that have not answered the last order yet."""
         self._step: int | None = None
         """The step at which the job ends; None until all ranks have agreed on one."""
         self._is_saved = False
 
     def begin(self, reason: str, now_s: float) -> None:
-        """A drain was requested, for this reason."""
+        """Begins a drain."""
         self.reason, self._begun_s = reason, now_s
 
     def due_s(self, share: float) -> float | None:
-        """When so much of the grace period is over, on the clock of ``now_s``; None without a drain."""
+        """Returns when this share of the grace period is over, on the clock of ``now_s``; None without a drain."""
         return None if self.reason is None else self._begun_s + share * self._grace_s
 
     def hold(self, generation: int) -> None:
-        """Has all ranks hold before their next steps."""
+        """Orders all ranks to hold before their next steps."""
         self._awaited, self._next = self._roster.holder_numbers(), 0
         self._orders.to_all(Hold(generation), str(self.reason))
 
     def end_at(self, step: int, generation: int) -> None:
-        """Has the job end at this step. No rank has gone beyond it, and every rank can come to it."""
+        """Ends the job at a step. The caller must make sure that no rank is beyond it, and every rank can reach it."""
         self.may_hold = False
         self._agree(step, generation)
 
@@ -64,18 +64,18 @@ class JobDrain:
         self._orders.to_all(Drain(generation, step), f"{self.reason}: the job ends at step {step}")
 
     def interrupted(self) -> None:
-        """A new generation begins: an agreement of the former one counts no more."""
+        """Drops the agreement on a step, because a new generation begins."""
         self._awaited, self._step = set(), None
 
     def answered(self, workers: Collection[int], message: Holding | Drained) -> str | None:
-        """Ranks hold before a step, or stand at the last one and have done their part.
+        """Records that ranks hold before a step, or have done their part at the last one.
 
         Args:
-            workers: those that answer; a message that came in a bundle does not name them.
-            message: what they say.
+            workers: the workers that answer. A message from a bundle does not contain them.
+            message: their answer.
 
         Returns:
-            Where the job was drained, once all ranks have done their part.
+            How the job was drained, for the log, once all ranks have done their part; else None.
         """
         if self.reason is None:
             return None

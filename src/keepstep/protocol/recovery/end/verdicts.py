@@ -1,4 +1,4 @@
-"""How a job can end: for each end its exit code and the reason that log, report and tests show."""
+"""The ways in which a job can end, each with its exit code and the reason for log, report and tests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ KILLED_AFTER_GRACE = "remaining processes were killed after the grace period"
 
 
 def failed(worker: Worker, error: str) -> EndJob:
-    """An exception that a fresh process would meet again."""
+    """A script failed with an exception that a fresh process would raise again."""
     who = "a spare" if worker.rank is None else f"rank {worker.rank}"
     return EndJob(EXIT_FAILED, f"{who} failed: {error}")
 
 
 def exited_in_start_up(rank: int | None, detail: str, *, is_initialised: bool) -> EndJob:
-    """A rank ended by itself before the job had ever trained, or in any way where its script is not protected."""
+    """A rank ended before the job had ever trained, or its script has never called `keepstep.init()`."""
     if is_initialised:
         return EndJob(EXIT_FAILED, f"rank {rank} ended before its first step: {detail}")
     return EndJob(EXIT_FAILED, f"rank {rank} ended: {detail}; {NOT_PROTECTED}")
@@ -38,17 +38,17 @@ def failed_everywhere(detail: str) -> EndJob:
 
 
 def start_overdue(waiting: Sequence[int | None], limit_s: float) -> EndJob:
-    """The ranks in ``waiting`` are not ready, and the time for the start-up is over."""
+    """The ranks in ``waiting`` were not ready within the time for the start-up."""
     return EndJob(EXIT_FAILED, f"ranks {list(waiting)} did not reach their first step within {limit_s:g} s")
 
 
 def too_few_nodes(world_size: int, room: int) -> EndJob:
-    """The nodes that have joined do not hold all ranks."""
+    """The nodes that have joined have no room for all ranks."""
     return EndJob(EXIT_FAILED, f"{world_size} ranks were asked for, and the nodes that have joined hold {room}")
 
 
 def ended_early(roster: Roster) -> EndJob | None:
-    """Some ranks ended their script while others still train; None where none did."""
+    """Some ranks ended their script while others still train. Returns None if none did."""
     done = sorted(worker.rank for worker in roster.workers.values() if worker.done and worker.rank is not None)
     if not done:
         return None
@@ -56,7 +56,7 @@ def ended_early(roster: Roster) -> EndJob | None:
 
 
 def uneven_steps(why: str) -> EndJob:
-    """A rank has ended its loop before others, which can complete no further step without it."""
+    """A rank has ended its loop before others, which can complete no more steps without it."""
     return EndJob(EXIT_FAILED, why)
 
 
@@ -64,13 +64,13 @@ def uneven_steps(why: str) -> EndJob:
 
 
 def scripts_through(roster: Roster, failure: str | None, last_detail: str, *, is_complete: bool) -> EndJob:
-    """No script runs any more: well, unless a rank was lost after the last step, or was never replaced.
+    """All scripts have ended. The exit code is 0, unless a rank was lost after the last step, or was never replaced.
 
     Args:
         roster: all workers of the job.
-        failure: the first loss after the last step.
-        last_detail: why the last recovery was begun.
-        is_complete: whether all ranks have completed the last step; a script may leave its loop before.
+        failure: the first loss after the last step; None if there was none.
+        last_detail: why the last recovery began.
+        is_complete: whether all ranks have completed the last step. A script may leave its loop before.
     """
     through = {worker.rank for worker in roster.workers.values() if worker.done}
     lost = [rank for rank in range(roster.world_size) if rank not in through]
@@ -82,23 +82,23 @@ def scripts_through(roster: Roster, failure: str | None, last_detail: str, *, is
 
 
 def ended_without_init() -> EndJob:
-    """No script runs any more, and none of them has ever called `keepstep.init()`."""
+    """All scripts have ended, and none of them has ever called `keepstep.init()`."""
     return EndJob(0, f"all scripts have ended; {NOT_PROTECTED}")
 
 
 def left_early(roster: Roster) -> str:
-    """All scripts ended, and not all ranks had taken every step that `Session.steps` would have given them."""
+    """Returns the reason if all scripts ended before `Session.steps` was iterated to its end."""
     ends = sorted((w.rank, w.completed_steps) for w in roster.workers.values() if w.done and w.rank is not None)
     places = ", ".join(f"rank {rank} after {steps or 0} steps" for rank, steps in ends)
     return f"steps() was not iterated to its end: the script ended on {places}"
 
 
 def scripts_overdue(failure: str | None) -> EndJob:
-    """A rank was lost after the last step, and the others do not come to their end."""
+    """A rank was lost after the last step, and the other scripts did not end in time."""
     return EndJob(EXIT_FAILED, failure or "the scripts did not end")
 
 
-# ---- It cannot go on ------------------------------------------------------------------------------------------------
+# ---- The job cannot continue ----------------------------------------------------------------------------------------
 
 
 def nothing_to_recover(generation: int, detail: str) -> EndJob:
@@ -111,7 +111,7 @@ def nothing_to_recover(generation: int, detail: str) -> EndJob:
 
 
 def no_checkpoint_found(trained_to: int) -> EndJob:
-    """All ranks were restarted, and would begin at step 0 what had come to step ``trained_to``."""
+    """All ranks were restarted and found no checkpoint, although training had reached step ``trained_to``."""
     return EndJob(
         EXIT_NOTHING_TO_RECOVER,
         f"training had reached step {trained_to}, and the fresh ranks find no checkpoint to go on from",
@@ -124,22 +124,22 @@ def drained(reason: str | None, how: str) -> EndJob:
 
 
 def drained_in_vain(reason: str, detail: str) -> EndJob:
-    """A drain was requested, and no rank holds any state that could be saved."""
+    """A drain was requested, but no rank holds any state to save."""
     return EndJob(EXIT_DRAINED, f"{reason}: no live rank holds the state, but the newest checkpoint does: {detail}")
 
 
 def restarts_used_up(detail: str) -> EndJob:
-    """No rank holds any state, and not all of them may be restarted."""
+    """No rank holds any state, and the process budget does not allow to restart all ranks."""
     return EndJob(EXIT_TOO_FEW_RANKS, f"--max-restarts is used up: {detail}")
 
 
 def too_few_devices(world_size: int, detail: str) -> EndJob:
-    """No rank holds any state, and the only node has no room for all of them any more."""
+    """No rank holds any state, and the only node has no room for all ranks any more."""
     return EndJob(EXIT_TOO_FEW_RANKS, f"the node has not enough devices left for {world_size} ranks: {detail}")
 
 
 def rescued(roster: Roster, reason: str | None) -> EndJob:
-    """The live ranks have saved what they hold, or have said why they could not."""
+    """The live ranks have saved their state, or have reported why they could not."""
     saved = list(dict.fromkeys(worker.rescued for worker in roster.workers.values() if worker.rescued))
     errors = [f"rank {worker.rank}: {worker.rescue_error}" for worker in roster.workers.values() if worker.rescue_error]
     where = f"state saved: {', '.join(saved)}" if saved else ": ".join(["no state could be saved", *errors[:1]])

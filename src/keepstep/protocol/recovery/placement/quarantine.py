@@ -1,8 +1,8 @@
 """Quarantine of nodes and devices that failed repeatedly.
 
-A machine often comes back with the same fault. One that failed several times within a window is in quarantine until it
-had no failure for the length of the window: the controller prefers others for ranks and spares. If there is nothing
-else it uses the machine anyway, because waiting would not help the job.
+A machine often comes back with the same fault. A node or device that failed several times within a window is in
+quarantine until it had no failure for the length of the window. The controller prefers others for ranks and spares. If
+there is no other, it uses this one anyway, because waiting would not help the job.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """A node, or one device of it."""
+    """A node, or one of its devices."""
 
     node: str
     device: int | None = None
@@ -28,21 +28,21 @@ class _History:
 
 
 class Quarantine:
-    """Remembers failures, and what is kept apart because of them."""
+    """Records failures of places, and the places in quarantine."""
 
     def __init__(self, num_failures: int, window_s: float) -> None:
         """Args:
-        num_failures: so many put a place into quarantine; 0: nothing ever is.
-        window_s: within so long.
+        num_failures: number of failures within the window that put a place into quarantine; 0 disables it.
+        window_s: length of the window in seconds.
         """
         self._num_failures = num_failures
         self._window_s = window_s
         self._histories: dict[Place, _History] = {}
         self.held: dict[Place, str] = {}
-        """What is in quarantine, and why."""
+        """Place in quarantine -> reason."""
 
     def failed(self, place: Place, what: str, now_s: float) -> None:
-        """A place has failed once more."""
+        """Records a failure of a place."""
         if not self._num_failures:
             return
         history = self._histories.setdefault(place, _History())
@@ -52,12 +52,12 @@ class Quarantine:
             self.held[place] = f"failed {times} times within {self._window_s:g} s, last: {what}"
 
     def release(self, now_s: float) -> None:
-        """Lets go what has been quiet for the whole window."""
+        """Releases the places without a failure in the whole window."""
         for place in [each for each in self.held if not self._recent(self._histories[each], now_s)]:
             del self.held[place]
 
     def penalty(self, node: str, device: int) -> int:
-        """The penalty of a place: 0 nothing, 1 its device, 2 its node is in quarantine."""
+        """Returns the penalty of a place: 0 for none, 1 if its device is in quarantine, 2 if its node is."""
         if not self.held:
             return 0
         return 2 if Place(node) in self.held else int(Place(node, device) in self.held)

@@ -1,6 +1,6 @@
 """The controller's list of nodes and workers: rank holders, spares, lost workers, free slots.
 
-Counts that every report needs are updated incrementally: a job has up to a hundred thousand workers.
+Counts that every report needs are updated incrementally, because a job has up to a hundred thousand workers.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from keepstep.protocol.recovery.settings import RecoverySettings
 
 @dataclasses.dataclass(slots=True)
 class Worker:
-    """What the controller knows of one worker process."""
+    """The controller's knowledge of one worker process."""
 
     worker: int
     node: str
     device: int
     rank: int | None
     local_world_size: int
-    """How many ranks its node holds, its ``LOCAL_WORLD_SIZE``."""
+    """Number of ranks on its node: its ``LOCAL_WORLD_SIZE``."""
     local_rank: int | None = None
-    """Its number among the ranks of its node; None for a spare."""
+    """Its ``LOCAL_RANK``; None for a spare."""
     pid: int | None = None
     ready: WorkerReady | None = None
-    """Its last word that it stands at its first step; None while it starts up."""
+    """Its last report that it is at its first step; None while it starts up."""
     awaits_rank: bool = False
-    """A spare whose script can go no further without a rank."""
+    """Whether it is a spare whose script waits at a line that needs the rank."""
     lost: bool = False
     gone: bool = False
-    """Its process no longer exists (a lost worker that is not gone must be fenced)."""
+    """Whether its process no longer exists. A lost worker that is not gone must be fenced."""
     done: bool = False
     completed_steps: int | None = None
-    """How many steps it had completed when its script ended; None where that is not known, or there was no first."""
+    """Number of steps that it had completed when its script ended; None if unknown, or if it had none."""
     safe: SafePointReached | None = None
-    """Its safe point in the current generation."""
+    """Its report of a safe point in the current generation."""
     inherits: frozenset[int] = frozenset()
-    """The steps of the snapshots that the rank's former process has left to it."""
+    """The steps of the rank's kept snapshots on its node that it may load."""
     rescued: str | None = None
-    """Where it saved its shard."""
+    """The file to which it has saved its shard."""
     rescue_error: str | None = None
-    """Why it could not."""
+    """Why it could not save its shard."""
     error: str | None = None
 
     def explain(self, detail: str) -> str:
-        """How it was lost, with the error of its script, if it has told one."""
+        """Returns ``detail`` with the error of the worker's script, if it has reported one."""
         return detail if self.error is None else f"{detail}: {self.error}"
 
 
@@ -59,36 +59,36 @@ class Node:
     name: str
     slots: int
     most: int
-    """So many workers it takes in where there is no other room, and then they share devices."""
+    """Most workers on the node if there is no other room. Workers beyond ``slots`` share devices."""
     domain: str
     position: int = 0
     is_closed: bool = False
-    """It drains, and has no free slots."""
+    """Whether the node drains. Then it has no free slots."""
     workers: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Those whose process exists there, be it that of a worker that is lost and not yet gone, with its device."""
+    """worker -> its device, for all processes that exist on the node, including lost ones that are not gone yet."""
     closed: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Devices on which nothing more is started, with the reason: they are sick."""
+    """Unhealthy device, on which no process is started any more -> reason."""
 
     def devices(self) -> tuple[list[int], list[int]]:
-        """The devices that are free, and the numbers beyond them under which workers may share one."""
+        """Returns the free devices, and the free numbers beyond the devices, with which workers share a device."""
         taken = {*self.workers.values(), *self.closed}
         numbers = [device for device in range(self.most) if device not in taken]
         return [each for each in numbers if each < self.slots], [each for each in numbers if each >= self.slots]
 
     @property
     def num_free(self) -> int:
-        """On how many devices nothing runs, and something may."""
+        """Number of open devices without a process."""
         taken = self.workers.values() if not self.closed else {*self.workers.values(), *self.closed}
         return self.slots - sum(device < self.slots for device in taken)
 
     @property
     def num_shareable(self) -> int:
-        """How many workers it takes in beyond those that have a device of their own."""
+        """How many workers may share devices, in addition to those with their own device."""
         return self.most - self.slots - sum(self.slots <= device < self.most for device in self.closed)
 
     @property
     def num_room(self) -> int:
-        """How many more workers it takes in, with devices shared where that is allowed."""
+        """How many more workers fit on the node, including shared devices if that is allowed."""
         taken = self.workers.values() if not self.closed else {*self.workers.values(), *self.closed}
         return self.most - sum(device < self.most for device in taken)
 
@@ -103,29 +103,29 @@ class Roster:
         self._ranks_per_node = settings.ranks_per_node or 0
         first = settings.world_size + settings.num_spares
         self.max_starts = None if settings.max_restarts is None else first + settings.max_restarts
-        """How many processes may be started in all, None for no bound."""
+        """How many processes may be started in all; None: no limit."""
         self.nodes: dict[str, Node] = {}
         self.workers: dict[int, Worker] = {}
-        """Every worker there ever was."""
+        """All workers of the job, including lost ones."""
         self.num_started = 0
         self.num_free = 0
-        """On how many devices of all nodes nothing runs."""
+        """Number of open devices without a process, on all nodes."""
         self._holders: dict[int, Worker] = {}
         self._spares: dict[int, Worker] = {}
         self._unfenced: dict[int, Worker] = {}
         self._displaced: dict[int, Worker] = {}
         self._last_place: dict[int, Placement] = {}
-        """rank -> where its process is, or was: the node itself may be given up by now."""
+        """rank -> the last placement of its process. The node may be lost by now."""
         self._last_local_rank: dict[int, int] = {}
-        """rank -> the local rank that its process has there, or had."""
+        """rank -> the last local rank of its process."""
 
     def membership(self) -> Membership:
-        """All rank holders as one value, with the shards that they reported. Every rank has a holder."""
+        """Returns the membership of all rank holders, with their reported shards. Every rank must have a holder."""
         holders = (self._holders[rank] for rank in range(self.world_size))
         return Membership.of(self._member(each, each.ready.shard if each.ready else "") for each in holders)
 
     def change_since(self, before: Membership) -> MembershipChange:
-        """The ranks that have another holder than in an earlier membership; they hold the same shards as there."""
+        """Returns the change since an earlier membership: the ranks with another holder. Their shards stay the same."""
         holders, ranks = self._holders, enumerate(before.workers)
         changed = [(rank, each) for rank, worker in ranks if (each := holders[rank]).worker != worker]
         return MembershipChange(tuple((rank, self._member(each, before.shard(rank))) for rank, each in changed))
@@ -135,7 +135,12 @@ class Roster:
         return Member(worker.worker, worker.node, shard, "" if domain == worker.node else domain)
 
     def live_on(self, nodes: Sequence[str], numbers: Sequence[Sequence[int]]) -> list[int]:
-        """Those workers of some nodes, by node, that are there and not lost."""
+        """Returns the workers among ``numbers`` that exist on their node and are not lost.
+
+        Args:
+            nodes: names of nodes.
+            numbers: for each node, numbers of workers.
+        """
         found, known = [], self.nodes
         for node, workers in zip(nodes, numbers, strict=True):
             if node in known:
@@ -146,7 +151,7 @@ class Roster:
     # ---- nodes ------------------------------------------------------------------------------------------------------
 
     def add_node(self, joined: NodeJoined) -> None:
-        """Enters a node that has offered itself."""
+        """Adds a node that has joined."""
         most = max(joined.slots, self._most_per_node)
         node = Node(joined.node, joined.slots, most, joined.domain, joined.position)
         node.closed = dict.fromkeys(joined.closed, "it was closed when the node joined")
@@ -154,7 +159,7 @@ class Roster:
         self.num_free += node.num_free
 
     def remove_node(self, name: str) -> list[Worker]:
-        """A node is given up with everything on it; returns the workers that were live there."""
+        """Removes a node and marks all its workers as lost and gone. Returns those that were live."""
         node = self.nodes.get(name)
         if node is None:
             return []
@@ -167,7 +172,7 @@ class Roster:
         return live
 
     def close_node(self, name: str) -> list[Worker]:
-        """A node drains: it has no room any more, and its ranks are displaced. Returns the spares there."""
+        """Closes a node that drains: it has no room any more, and its ranks are displaced. Returns its spares."""
         node = self.nodes.get(name)
         if node is None:
             return []
@@ -178,7 +183,7 @@ class Roster:
         return [worker for worker in live if worker.rank is None]
 
     def close_devices(self, name: str, devices: Collection[int], reason: str) -> list[Worker]:
-        """Nothing more is started on devices of a node, and a rank there is displaced. Returns the spares there."""
+        """Closes devices of a node: no process starts there, and their ranks are displaced. Returns their spares."""
         node = self.nodes.get(name)
         if node is None or node.is_closed:
             return []
@@ -191,9 +196,9 @@ class Roster:
         return [worker for worker in live if worker.rank is None]
 
     def roomiest(self, near: str | None = None) -> Node | None:
-        """The node for a new process: ``near`` if it has a free device, else that with most; None if none has.
+        """Returns the node for a new process: ``near`` if it has a free device, else the one with most free devices.
 
-        A place in quarantine comes after all others.
+        Nodes in quarantine, or with only devices in quarantine, come last. Returns None if no device is free.
         """
         if self.num_free <= 0:
             return None
@@ -205,27 +210,27 @@ class Roster:
         return min(there, key=lambda node: (self.penalty(node.name), node.name != near, -node.num_free))
 
     def takes_in(self, node: str) -> int:
-        """How many replacements can be on a node: what it has room for, and its spares."""
+        """Returns how many replacements can be on a node: its room, plus its spares."""
         num_room = self.nodes[node].num_room if node in self.nodes else 0
         return num_room + sum(spare.node == node for spare in self._spares.values())
 
     def is_held(self, node: str) -> bool:
-        """Whether a node is in quarantine."""
+        """Returns whether a node is in quarantine."""
         return Place(node) in self._quarantine.held
 
     def least_oversubscribed(self) -> Node | None:
-        """The node for a rank where no device is free: that with most room beyond them; None if there is none."""
+        """Returns the node for a rank if no device is free: the one with most room to share; None if there is none."""
         there = [node for node in self.nodes.values() if node.num_room > 0]
         return min(there, key=lambda node: (self.is_held(node.name), -node.num_room), default=None)
 
     def penalty(self, node: str) -> int:
-        """The penalty of the best free device of a node that has one."""
+        """Returns the least penalty of a node's free devices. The node must have one."""
         return min(self._quarantine.penalty(node, device) for device in self.nodes[node].devices()[0])
 
     # ---- workers ----------------------------------------------------------------------------------------------------
 
     def add(self, node: str, rank: int | None) -> Worker:
-        """Enters a worker that is about to be started."""
+        """Adds a worker that is about to be started, and chooses its device."""
         free, beyond = self.nodes[node].devices()
         device = min(free or beyond, key=lambda each: (self._quarantine.penalty(node, each), each))
         worker = Worker(self.num_started, node, device, rank, self._ranks_per_node)
@@ -240,30 +245,30 @@ class Roster:
         return worker
 
     def forget_local_ranks(self) -> None:
-        """All ranks restart: they are numbered as at the first start."""
+        """Forgets all local ranks, because all ranks restart and are numbered anew."""
         self._last_local_rank.clear()
 
     def give_ranks(self, replacements: Mapping[int, Worker]) -> None:
-        """Spares hold ranks from now on. Those that stay on their node come first: their local ranks wait for them."""
+        """Gives ranks to spares. Ranks that stay on their node come first, so that they keep their local ranks."""
         for rank in sorted(replacements, key=lambda rank: self._moves(rank, replacements[rank])):
             self.give_rank(replacements[rank], rank)
 
     def give_rank(self, worker: Worker, rank: int) -> None:
-        """A spare holds a rank from now on."""
+        """Gives a rank to a spare."""
         worker.rank = rank
         del self._spares[worker.worker]
         self._hold(worker, rank)
 
     def _moves(self, rank: int, worker: Worker) -> bool:
-        """Whether the rank would come to another node with that worker than it was on."""
+        """Returns whether the worker is on another node than the rank's last one."""
         return rank not in self._last_place or self._last_place[rank].node != worker.node
 
     def local_world_size(self, node: str) -> int:
-        """How many ranks belong on the node, or how many it holds where those are more."""
+        """Returns ``LOCAL_WORLD_SIZE``: how many ranks belong on the node, or how many it holds if those are more."""
         return max(self._ranks_per_node, 1 + max(self._local_ranks(node), default=-1))
 
     def _local_ranks(self, node: str) -> set[int]:
-        """The local ranks that are taken on a node."""
+        """Returns the local ranks in use on a node."""
         there = (self.workers[number] for number in self.nodes[node].workers)
         holders = (worker for worker in there if worker.rank is not None and not worker.lost and not worker.done)
         return {worker.local_rank for worker in holders if worker.local_rank is not None}
@@ -279,7 +284,7 @@ class Roster:
             self._displaced[worker.worker] = worker
 
     def mark_lost(self, worker: Worker, *, gone: bool) -> None:
-        """A worker can do nothing any more; ``gone`` where its process no longer exists."""
+        """Marks a worker as lost. ``gone``: its process no longer exists."""
         if not worker.lost and not worker.done:
             worker.lost = True
             self._forget_live(worker)
@@ -288,7 +293,7 @@ class Roster:
             self.mark_gone(worker)
 
     def mark_gone(self, worker: Worker) -> None:
-        """The process of a worker no longer exists."""
+        """Records that a worker's process no longer exists, and frees its device."""
         if worker.gone:
             return
         worker.gone = True
@@ -299,7 +304,7 @@ class Roster:
             self.num_free += device is not None and device < node.slots and device not in node.closed
 
     def mark_done(self, worker: Worker, completed_steps: int | None) -> None:
-        """The script of a worker that is not lost is through."""
+        """Records that the script of a live worker has ended without an error."""
         worker.done, worker.completed_steps = True, completed_steps
         self._forget_live(worker)
         self.mark_gone(worker)
@@ -311,80 +316,79 @@ class Roster:
             del self._holders[worker.rank]
 
     def may_start(self, num_processes: int = 1) -> bool:
-        """Whether the budget allows so many more processes."""
+        """Returns whether the budget allows so many more processes."""
         return self.max_starts is None or self.num_started + num_processes <= self.max_starts
 
-    # ---- who is there -----------------------------------------------------------------------------------------------
+    # ---- live workers -----------------------------------------------------------------------------------------------
 
     def holders(self) -> Collection[Worker]:
-        """The live workers that hold a rank, in no particular order; a view that changes with the roster."""
+        """Returns the live workers that hold a rank, in no particular order: a view that changes with the roster."""
         return self._holders.values()
 
     def holder(self, rank: int) -> Worker:
-        """The live worker that holds a rank; there has to be one."""
+        """Returns the live worker that holds a rank. There must be one."""
         return self._holders[rank]
 
     @property
     def num_holders(self) -> int:
-        """How many live workers hold a rank."""
+        """Number of live workers that hold a rank."""
         return len(self._holders)
 
     def holder_numbers(self) -> set[int]:
-        """The numbers of the live workers that hold a rank."""
+        """Returns the numbers of the live workers that hold a rank."""
         return {worker.worker for worker in self._holders.values()}
 
     def ranks_of(self, numbers: Iterable[int]) -> list[int | None]:
-        """The ranks of workers, by their numbers."""
+        """Returns the ranks of workers, in the order of the workers' numbers."""
         return [self.workers[number].rank for number in sorted(numbers)]
 
     def spares(self) -> Collection[Worker]:
-        """The live workers without a rank, warm or still starting; a view that changes with the roster."""
+        """Returns the live workers without a rank, warm or still starting: a view that changes with the roster."""
         return self._spares.values()
 
     def displaced(self) -> Collection[Worker]:
-        """The live workers that hold a rank and ought to be elsewhere: they share a device, it is sick, or their node
-        is to leave.
+        """Returns the live rank holders that must move: a view that changes with the roster.
 
-        A view that changes with the roster.
+        They share a device, their device is unhealthy, or their node drains.
         """
         return self._displaced.values()
 
     @property
     def num_sound_spares(self) -> int:
-        """How many live workers without a rank are at a place that is not in quarantine."""
+        """Number of spares at places that are not in quarantine."""
         return sum(not self._quarantine.penalty(spare.node, spare.device) for spare in self._spares.values())
 
     @property
     def num_warm_spares(self) -> int:
-        """How many spares can take a rank: they stand at their first step, or can go no further without one."""
+        """Number of spares that can take a rank: at their first step, or at a line that needs the rank."""
         return sum(spare.ready is not None or spare.awaits_rank for spare in self._spares.values())
 
     @property
     def num_ready_spares(self) -> int:
-        """How many spares stand at their first step."""
+        """Number of spares that are at their first step."""
         return sum(spare.ready is not None for spare in self._spares.values())
 
     def missing_ranks(self) -> list[int]:
-        """The ranks that no live worker holds."""
+        """Returns the ranks that no live worker holds."""
         if len(self._holders) == self.world_size:
             return []
         return [rank for rank in range(self.world_size) if rank not in self._holders]
 
     def unfenced(self) -> Collection[Worker]:
-        """The lost workers whose process may still exist; a view that changes with the roster."""
+        """Returns the lost workers whose process may still exist: a view that changes with the roster."""
         return self._unfenced.values()
 
     def node_of(self, rank: int) -> str:
-        """Where the rank is, or was last."""
+        """Returns the node of the rank's current or last holder."""
         return self._last_place[rank].node
 
     def replacements(self, tied: Mapping[int, str]) -> dict[int, Worker] | None:
-        """A spare for every missing rank, or None where there are too few. Nothing is given out yet.
+        """Chooses a spare for every missing rank, without giving out any rank. Returns None if there are too few.
 
-        Those that stand at their first step come before those that only wait for a rank.
+        Spares at their first step come before those that wait at a line that needs the rank.
 
         Args:
-            tied: ranks whose spare has to be on a node; they choose first.
+            tied: rank -> the node on which its spare must be. These ranks choose first.
         """
         ready = {spare.worker: self._place(spare) for spare in self.spares() if spare.ready}
         waiting = {spare.worker: self._place(spare) for spare in self.spares() if spare.awaits_rank and not spare.ready}

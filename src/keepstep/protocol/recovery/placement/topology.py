@@ -1,4 +1,4 @@
-"""Where workers are, and the choice of a spare for a rank."""
+"""The placement of workers, and the choice of a spare and a local rank."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Collection, Mapping
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a worker is: its node, and what else fails together with that."""
+    """The node of a worker, and the node's failure domain."""
 
     node: str
     domain: str = ""
     penalty: int = 0
-    """Its penalty, as in `Quarantine.penalty`."""
+    """The penalty of the worker's device, as in `Quarantine.penalty`."""
 
 
 def choose_spare(lost: Placement, spares: Mapping[int, Placement], node_at_fault: bool) -> int | None:
-    """The spare that takes a lost rank's place, or None if there is none.
+    """Chooses the spare that takes a lost rank, and returns its worker number; None if there is no spare.
 
-    One in quarantine is the last to be taken. A software fault prefers the lost rank's own node, then its failure
-    domain; a fault of the node prefers another domain. Among equals the lowest worker number, so that the choice is the
-    same everywhere.
+    Spares in quarantine come last. After a software fault, a spare on the lost rank's own node comes first, then one in
+    its failure domain. After a fault of the node, a spare in another domain comes first. Among equals the lowest worker
+    number wins, so that the choice is deterministic.
 
     Args:
         lost: where the lost worker was.
-        spares: the warm spares and where they are.
+        spares: worker number of each warm spare -> its placement.
         node_at_fault: whether the node itself failed.
     """
 
@@ -38,14 +38,15 @@ def choose_spare(lost: Placement, spares: Mapping[int, Placement], node_at_fault
 
 
 def choose_local_rank(before: int | None, taken: Collection[int], ranks_per_node: int) -> int:
-    """The local rank of a rank that comes to a node, or comes back to it.
+    """Returns the local rank for a rank that is placed on a node.
 
-    Scripts have lists of ``LOCAL_WORLD_SIZE`` entries, and one rank of each node downloads and saves. So a replacement
-    on the same node takes the number of the rank that was lost, and every other rank the smallest that is free. Only
-    a node that holds more ranks than belong on it, because others were lost, has numbers beyond ``ranks_per_node``.
+    Scripts use local ranks as indices below ``LOCAL_WORLD_SIZE``, and one rank of each node downloads and saves. So a
+    replacement on the same node takes the local rank of the lost worker, and any other rank takes the smallest free
+    one. A local rank of ``ranks_per_node`` or more occurs only if a node holds more ranks than belong on it, because
+    other nodes were lost.
 
     Args:
-        before: what the rank had on this node; None where it was on none or on another one.
+        before: the rank's former local rank on this node; None if it was not on this node.
         taken: the local ranks of the node's other ranks.
         ranks_per_node: how many ranks belong on a node; 0: as many as there is room for.
     """

@@ -1,1 +1,1 @@
-"""Requests of scripts to the controller: once-per-job actions, and the results of the ranks' start-up."""
+"""Requests of scripts to the controller: once-per-job actions, and the record of the ranks' start-up exchange."""

@@ -17,24 +17,24 @@ from keepstep.protocol.recovery.placement.roster import Roster
 @dataclasses.dataclass(slots=True)
 class _Claim:
     holder: int | None
-    """The worker that does it; None: no worker does."""
+    """The worker that has the claim or hold; None: no worker has it."""
     is_done: bool = False
     waiting: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
-    """Worker and number of its request, in the order in which they came."""
+    """(worker, request number) of waiting requests, in the order of their arrival."""
 
 
 class Claims:
-    """Part of the controller's machine: what it grants is in the journal with the event that asked for it."""
+    """All claims and holds of a job. They follow from the events in the journal, so a restart keeps them."""
 
     def __init__(self, roster: Roster, orders: Orders) -> None:
         self._roster = roster
         self._orders = orders
         self._claims: dict[str, _Claim] = {}
         self._open: set[str] = set()
-        """The names that a worker holds, and is not done with."""
+        """Names of holds that a worker has, and has not reported as done."""
 
     def requested(self, request: OnceRequested) -> None:
-        """A live worker asks, or says what became of what it holds."""
+        """Processes a live worker's claim or hold, or its report on a hold."""
         claim = self._claims.get(request.name)
         match request.operation:
             case "claim":
@@ -52,10 +52,10 @@ class Claims:
                 claim.holder = None
                 self._give_on(request.name)
             case _:
-                pass  # of a holder that was reported lost
+                pass  # from a former holder that was reported lost
 
     def follow(self) -> None:
-        """After every event: what a worker held whose process is gone goes to the next."""
+        """Passes the holds of workers whose process is gone to the next waiting worker. Call it after every event."""
         for name in list(self._open):
             holder = self._claims[name].holder
             if holder is None or self._roster.workers[holder].gone:

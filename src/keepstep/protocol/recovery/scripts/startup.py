@@ -1,8 +1,8 @@
 """The ranks' start-up exchange, recorded for the start-up of a replacement.
 
-Each rank submits the results of its operations before it reports that it is at its first step. So when all ranks are
-there, the record is complete; a replacement that asks earlier waits. When all ranks restart, they exchange other
-values, and the record of their former start is dropped, complete or not.
+Each rank submits the results of its operations before it reports that it is at its first step. So the record is
+complete when all ranks are at their first step. A replacement that asks earlier waits. When all ranks restart, they
+exchange other values. Then the controller drops the record of their former start, complete or not.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ from keepstep.protocol.messages import StoreAnswered, StoreRequested
 from keepstep.protocol.recovery.transitions import Stage
 
 OPERATIONS = ("keep", "kept")
-"""The operations of a `StoreRequested` that are answered here: to keep a value, and to ask for what was kept."""
+"""The `StoreRequested` operations for this record: keep a value, and ask for a kept value."""
 MAX_KEPT_BYTES = 256 << 20
-"""From all ranks together: 2.5 KiB from each of 100,000. What comes beyond it is not kept, and its rank says so."""
+"""Limit for all ranks together: 2.5 KiB from each of 100,000. A value beyond it is not kept, and its rank learns so."""
 
 
 class StartUp:
-    """Values by name, from all ranks of one start-up, and the requests that wait until it is complete."""
+    """The kept values of all ranks of one start-up, by name, and the requests that wait until it is complete."""
 
     def __init__(self, written: Iterable[StoreRequested] = ()) -> None:
-        """Takes ``written``: the requests to keep a value that a former controller has carried out, in order."""
+        """Args:
+        written: the requests to keep a value that a former controller has carried out, in order.
+        """
         self.values: dict[str, bytes] = {}
         self._num_bytes = 0
         self._is_complete = False
         self._start: int | None = None
-        """The generation in which all ranks have started last."""
+        """The generation in which all ranks last started."""
         self._waiting: dict[tuple[int, int], StoreRequested] = {}
         self._unwritten: list[StoreRequested] = []
         for request in written:
             self._keep(request)
 
     def starts_over(self, stage: Stage, generation: int) -> bool:
-        """Whether all ranks have restarted since this was last asked; then what was kept counts no more.
+        """Drops the record if all ranks have restarted since the last call. Returns whether they have.
 
-        Ask after every event, before `settle`: what was kept may be of a start-up that was interrupted.
+        Call it after every event, before `settle`, because the record may be that of an interrupted start-up.
         """
         if stage is not Stage.STARTING or generation == self._start:
             return False
@@ -46,7 +48,7 @@ class StartUp:
         return True
 
     def settle(self, *, is_complete: bool) -> list[StoreAnswered]:
-        """Takes note of whether all ranks have come to their first step; returns answers to those who waited for it."""
+        """Records whether all ranks have reached their first step. If so, returns the answers to waiting requests."""
         self._is_complete = is_complete
         if not is_complete or not self._waiting:
             return []
@@ -55,14 +57,14 @@ class StartUp:
         return answers
 
     def request(self, request: StoreRequested, generation: int) -> list[StoreAnswered]:
-        """Carries out one request; one that came before is carried out again, to the same end.
+        """Executes a request, and returns its answer if there is one yet. A repeated request has the same effect.
 
         Args:
-            request: with one of `OPERATIONS`.
-            generation: the present one.
+            request: a request with one of `OPERATIONS`.
+            generation: the current generation.
 
         Raises:
-            RemoteProtocolError: it names no key, or several.
+            RemoteProtocolError: the request names no key, or several.
         """
         if len(request.keys) != 1:
             raise RemoteProtocolError(f"worker {request.worker}: {request.operation!r} names {len(request.keys)} keys")
@@ -79,7 +81,7 @@ class StartUp:
         return [StoreAnswered(request.worker, request.request, (b"1" if is_kept else b"0",), "")]
 
     def take_unwritten(self) -> list[StoreRequested]:
-        """Kept results that must be written before their answers are sent, each once."""
+        """Returns new requests to keep a value, each once. The caller must write them before it sends their answers."""
         unwritten, self._unwritten = self._unwritten, []
         return unwritten
 
@@ -92,6 +94,6 @@ class StartUp:
         return True
 
     def _answer(self, request: StoreRequested) -> StoreAnswered:
-        """What was kept under the name; nothing where that is nothing."""
+        """Returns the answer with the kept value of a name, or without a value if there is none."""
         value = self.values.get(request.keys[0])
         return StoreAnswered(request.worker, request.request, () if value is None else (value,), "")

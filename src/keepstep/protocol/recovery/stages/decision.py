@@ -1,4 +1,4 @@
-"""DECIDE: applies the resume rule to the reports of the live workers, and plans the transfers of state."""
+"""The decision of a recovery: applies the resume rule to the reports of live workers, and plans the transfers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from keepstep.protocol.resume import Action
 from keepstep.protocol.snapshots import lone_shards
 
 MAX_SOURCES = 16
-"""Ranks of one replica group that send to its receivers. Two fill a receiver's line; more only help when many restore
-at once, and the list is part of an order that goes to every node."""
+"""Most ranks of one replica group that send to its receivers. Two saturate a receiver's link. More only help if many
+ranks restore at once, and every node gets the list."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,26 +26,27 @@ class Decision:
 
     step: int
     actions: dict[int, Action]
-    """rank -> what it does."""
+    """rank -> how it gets to the step."""
     transfers: tuple[Transfer, ...]
     copies: tuple[tuple[Transfer, KeptSnapshots], ...]
-    """Of shards that no rank holds at that step any more: who sends which snapshot, from memory of its node."""
+    """(transfer, snapshot) for each shard that no rank holds at that step: the source sends a snapshot from its node's
+    memory."""
 
 
 def begins_again(progress: Progress, roster: Roster, step: int) -> bool:
-    """Whether fresh ranks would begin at step 0 what has trained before."""
+    """Returns whether fresh ranks would begin at step 0, without a checkpoint, although the job has trained before."""
     if not progress.would_begin_again(step):
         return False
     return not any(step in snapshots_of(worker) for worker in roster.holders())
 
 
 def ready_now(worker: Worker, generation: int) -> bool:
-    """Whether the worker came to its first step in this generation (and not in one that is over)."""
+    """Returns whether the worker has reached its first step in this generation, not in a former one."""
     return worker.ready is not None and worker.ready.generation == generation
 
 
 def snapshots_of(worker: Worker) -> frozenset[int]:
-    """The steps of the checkpoints that the worker can load, by its last word."""
+    """Returns the steps of the snapshots and checkpoints that the worker can load, by its last report."""
     report = worker.safe or worker.ready
     return frozenset(report.snapshots) if report is not None else frozenset()
 
@@ -53,18 +54,18 @@ def snapshots_of(worker: Worker) -> frozenset[int]:
 def reachable_step(
     roster: Roster, snapshots: SnapshotRegister, membership: Membership | None, generation: int
 ) -> int | None:
-    """The step at which all live workers together can resume; None if some shard has no holder left.
+    """Returns the step at which the job resumes; None if there is no step that all shards can reach.
 
     Args:
         roster: the workers with their last safe points.
-        snapshots: what nodes still hold of lost ranks.
-        membership: in which all ranks stood ready last; None: they never have.
-        generation: the present one.
+        snapshots: the kept snapshots in the memory of nodes.
+        membership: the last membership in which all ranks were ready; None: there was none.
+        generation: the current generation.
     """
     if membership is None:
         return None
     numbers = membership.shard_numbers
-    # A bundle of answers is one object for all its ranks, so there are few that differ: these stand for the others.
+    # All ranks of a bundle share one answer object, so there are few different ones. One rank represents each.
     spoken = {(numbers[each.rank or 0], id(each.safe or each.ready)): each for each in roster.holders()}
     shards: dict[str, set[Report | None]] = {shard: set() for shard in membership.shards}
     for (number, _), worker in spoken.items():
@@ -78,7 +79,7 @@ def reachable_step(
     greatest = resume.resume_step({shard: map(_reaches, said) for shard, said in shards.items()})
     live = {shard: [frozenset(word[0]) for word in said if word and word[0]] for shard, said in shards.items()}
     if greatest is None or greatest != resume.resume_step(live):
-        return greatest  # a checkpoint leads further than what is alive
+        return greatest  # a checkpoint or snapshot reaches further than the live copies
     would_communicate = any(worker.safe is not None and worker.safe.would_communicate for worker in spoken.values())
     reaches = (reach for of_shard in live.values() for reach in of_shard)
     common = resume.common_step(reaches, would_communicate=would_communicate)
@@ -86,9 +87,9 @@ def reachable_step(
 
 
 def readable(roster: Roster, snapshots: SnapshotRegister) -> dict[int, list[KeptSnapshots]]:
-    """What is known of lost ranks' snapshots, except for those in memory of a node that no rank is on or can come to.
+    """Returns the kept snapshots of each lost rank that a process can read.
 
-    No other process reads what is in a node's memory.
+    Only processes on a node can read its memory. So a snapshot counts if a rank is on its node, or can be placed there.
     """
     known = {rank: kept for rank in roster.missing_ranks() if (kept := snapshots.all_of(rank))}
     nodes = {kept.node for listed in known.values() for kept in listed}
@@ -98,7 +99,7 @@ def readable(roster: Roster, snapshots: SnapshotRegister) -> dict[int, list[Kept
 
 
 def out_of_reach(roster: Roster, snapshots: SnapshotRegister) -> str | None:
-    """Which snapshots of lost ranks are there and cannot be read; None: none are."""
+    """Returns a text that names snapshots of lost ranks that exist but cannot be read; None if there are none."""
     read = readable(roster, snapshots)
     lost = [kept for rank in read for kept in snapshots.all_of(rank) if kept.steps and kept not in read[rank]]
     if not lost:
@@ -110,9 +111,9 @@ def out_of_reach(roster: Roster, snapshots: SnapshotRegister) -> str | None:
 def _sendable(
     roster: Roster, snapshots: SnapshotRegister, membership: Membership, generation: int
 ) -> dict[int, frozenset[int]]:
-    """The steps that ranks can be sent which reach nothing by themselves, though a live worker holds them.
+    """Returns, for live ranks that reach no step, the steps of their kept snapshots that other ranks can send.
 
-    A recovery that was to restore them has been broken off. What others keep of them is there as it was before it.
+    Such a rank was to restore in a recovery that was interrupted. Its kept snapshots have not changed since.
     """
     numbers = membership.shard_numbers
     on_node: dict[str, set[int]] = defaultdict(set)
@@ -131,11 +132,11 @@ def _sendable(
 def tied_ranks(
     roster: Roster, snapshots: SnapshotRegister, membership: Membership, step: int, generation: int
 ) -> dict[int, str]:
-    """The lost ranks whose replacement has to be on a node, where its snapshot of ``step`` is in memory.
+    """Returns lost rank -> the node on which its replacement must be, because that memory has its snapshot of ``step``.
 
-    One for each shard that no live rank has at that step: the shard's other ranks get it from that one. Where only
-    second copies are left, or the snapshot's node has no device for the replacement any more, a rank on that node can
-    send it to wherever the replacement is. Only if there will be none on it, the replacement has to come there.
+    That is one rank for each shard that no live rank has at that step; the other ranks of the shard get the state from
+    it. If only second copies are left, or the snapshot's node has no device for the replacement, another rank on that
+    node can send the snapshot. Only if no rank will be on that node, the replacement must be placed there.
     """
     listed = readable(roster, snapshots).items()
     found = {rank: there for rank, kept in listed if (there := [each for each in kept if step in each.steps])}
@@ -164,10 +165,10 @@ def tied_ranks(
 def kept_step(
     roster: Roster, snapshots: SnapshotRegister, membership: Membership, generation: int, step: int
 ) -> int | None:
-    """The newest step, ``step`` at most, to which all ranks can go back after the loss of any one node.
+    """Returns the newest step, at most ``step``, to which all ranks can go back after the loss of any one node.
 
-    So each lone shard has a snapshot of it on two nodes. If there is no such step, it is the newest of which each shard
-    has one at all. None where no rank keeps second copies: snapshots are complete on all ranks at once then.
+    Each lone shard has a snapshot of that step on two nodes. If there is no such step, returns the newest of which each
+    shard has a snapshot at all. Returns None if no rank keeps second copies.
     """
     if not snapshots.has_second_copies:
         return None
@@ -192,7 +193,7 @@ def kept_step(
 
 
 def decide(roster: Roster, snapshots: SnapshotRegister, membership: Membership, step: int, generation: int) -> Decision:
-    """For each rank: stay, advance, rewind or restore, and who sends to whom within its replica group."""
+    """Decides for each rank whether it stays, advances, rewinds or restores, and which ranks send to which."""
     spoken = {(id(each.safe or each.ready), each.inherits): each for each in roster.holders()}
     by_report = {report: _action(_last_word(worker, generation), step) for report, worker in spoken.items()}
     actions = {each.rank or 0: by_report[id(each.safe or each.ready), each.inherits] for each in roster.holders()}
@@ -219,7 +220,10 @@ def decide(roster: Roster, snapshots: SnapshotRegister, membership: Membership, 
 
 
 def _copy(roster: Roster, snapshots: SnapshotRegister, ranks: Sequence[int], step: int) -> tuple[int, KeptSnapshots]:
-    """A rank that can send what some ranks are to have at a step, and the snapshot: its keeper, or one on that node."""
+    """Returns a rank that can send the state of ``ranks`` at a step, and the kept snapshot from which it sends.
+
+    That is the worker that keeps the snapshot, or another rank on its node.
+    """
     there = [kept for rank in ranks for kept in snapshots.of(rank, step)]
     for kept in sorted(there, key=lambda each: not each.is_live):
         on_node = [each for each in roster.holders() if each.node == kept.node and each.rank not in ranks]
@@ -233,7 +237,7 @@ def _copy(roster: Roster, snapshots: SnapshotRegister, ranks: Sequence[int], ste
 
 
 Report = tuple[tuple[int, ...], int | None, tuple[int, ...]]
-"""What a rank has said: its reach, the step it is at, and its snapshots. Most ranks say the same."""
+"""(reach, current step, snapshots) of a rank, by its last report. Most ranks report the same."""
 
 
 def _last_word(worker: Worker, generation: int) -> Report | None:

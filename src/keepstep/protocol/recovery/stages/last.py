@@ -15,7 +15,7 @@ from keepstep.protocol.recovery.transitions import Next, Stage, ToDraining, ToEn
 
 
 class Finished(JobStage):
-    """All ranks have completed the last step: what their scripts do after it may take as long as it likes."""
+    """All ranks have completed the last step. The code after it may run without a time limit."""
 
     stage = Stage.FINISHED
     reports_standstill = True
@@ -26,11 +26,11 @@ class Finished(JobStage):
         job.processes.fence_spares("the last step is complete: the spare is not needed any more")
 
     def proceed(self, now_s: float) -> Next:
-        """The job ends with its last script."""
+        """Ends the job when the last script has ended."""
         return self.script_ended(now_s)
 
     def ranks_lost(self, failures: Sequence[Failure], now_s: float) -> Next:
-        """No spare takes their place. The others may wait for them forever, so their collectives end with errors."""
+        """Breaks the collectives of the other ranks, which may wait forever: no spare replaces a rank in this stage."""
         first = failures[0]
         reason = f"rank {first.rank} failed in the code after the last step: {first.detail}"
         self.failure = self.failure or reason
@@ -39,16 +39,16 @@ class Finished(JobStage):
         return None
 
     def overdue(self, now_s: float) -> Next:
-        """A rank was lost, and the scripts of the others do not end."""
+        """Ends the job, because a rank was lost and the other scripts have not ended in time."""
         return ToEnded(verdicts.scripts_overdue(self.failure))
 
     @property
     def drain_share(self) -> float:
-        """A part, so that there is time left for scripts that handle the signal."""
+        """A part of the grace period. The rest is for scripts that handle SIGTERM."""
         return AGREEING
 
     def drain_overdue(self, now_s: float) -> Next:
-        """The scripts that still run get the signal."""
+        """Sends SIGTERM to the scripts that still run."""
         return ToDraining("all ranks had completed the last step, and their scripts did not end")
 
 
@@ -63,16 +63,16 @@ class Rescuing(JobStage):
         job.orders.to_all(Rescue(reason), reason)
 
     def proceed(self, now_s: float) -> Next:
-        """The job ends when no rank is left that could save its state."""
+        """Ends the job when no rank is left that could save its state."""
         return None if self.awaited else self.overdue(now_s)
 
     def overdue(self, now_s: float) -> Next:
-        """The job ends with the state that is saved by now."""
+        """Ends the job with the state that is saved by now."""
         return ToEnded(verdicts.rescued(self.job.roster, self.failure))
 
 
 class Draining(JobStage):
-    """Every script has got SIGTERM, wherever it is."""
+    """Every script gets SIGTERM, wherever it is."""
 
     stage = Stage.DRAINING
     blames_places = False
@@ -83,19 +83,19 @@ class Draining(JobStage):
         job.orders.to_all(Terminate(str(job.drain.reason)), f"{job.drain.reason}: {how}")
 
     def proceed(self, now_s: float) -> Next:
-        """The job ends with its last script."""
+        """Ends the job when the last script has ended."""
         return None if self.job.roster.num_holders else self._end(self._how)
 
     def worker_joined(self, worker: Worker, now_s: float) -> None:
-        """It ends soon: the machine starts no spares beside it."""
+        """Starts no spares, because the job ends soon."""
         self.job.progress.is_initialised = True
 
     def script_ended(self, now_s: float) -> Next:
-        """As it was asked to."""
+        """Does nothing, because SIGTERM asked the script to end."""
         return None
 
     def drain_overdue(self, now_s: float) -> Next:
-        """The grace period is over."""
+        """Ends the job, because the grace period is over."""
         return self._end(f"{self._how}; {verdicts.KILLED_AFTER_GRACE}")
 
     def _end(self, how: str) -> Next:

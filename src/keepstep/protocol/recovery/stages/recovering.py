@@ -1,4 +1,4 @@
-"""All ranks get to the resume step: their groups connect, and ranks without a valid copy receive their state."""
+"""All ranks go to the resume step: they connect their groups, and ranks without a valid copy receive the state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepstep.protocol.recovery.transitions import Next, Stage, ToTraining
 
 
 class Recovering(RecoveryStage):
-    """Until every rank stands at the resume step."""
+    """Lasts until every rank is at the resume step."""
 
     stage = Stage.RECOVERING
     answer = StateRecovered
@@ -44,7 +44,7 @@ class Recovering(RecoveryStage):
         job.orders.to_all(Recover(job.generation, step, decision.transfers, told, copies, kept), reason)
 
     def proceed(self, now_s: float) -> Next:
-        """All ranks are at the resume step."""
+        """Goes to training when all ranks are at the resume step."""
         job = self.job
         if job.record.reset_s is None and len(job.connected) >= job.settings.world_size:
             job.record.reset_s = now_s
@@ -54,11 +54,11 @@ class Recovering(RecoveryStage):
         return ToTraining()
 
     def interrupted(self, cause: str, detail: str, failures: Sequence[Failure], now_s: float) -> Next:
-        """Another failure: the recovery starts over, in a new generation."""
+        """Starts the recovery over in a new generation, because of another failure."""
         self.job.record.superseded = True
         return super().interrupted(cause, detail, failures, now_s)
 
     def overdue(self, now_s: float) -> Next:
-        """Ranks that wait for one that hangs are late as well: all stop, and the one that cannot is the one."""
+        """Stops all ranks. Ranks that wait for a hanging one are late as well, but the hanging one does not stop."""
         late = self.job.roster.ranks_of(self.awaited)
         return self.interrupted(Cause.HANG, f"ranks {late} did not recover in time", (), now_s)

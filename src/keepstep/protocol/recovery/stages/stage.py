@@ -1,4 +1,4 @@
-"""The base class of stages: the events of a job, with the default answer to each."""
+"""The base class of stages: one method for each event of a job, with the default answer."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ from keepstep.protocol.recovery.transitions import TRANSITIONS, Next, Stage, ToD
 
 
 class JobStage:
-    """One stage of a job."""
+    """Base class of the stages of a job. Methods return the stage's decision; None: the job stays in the stage."""
 
     stage: ClassVar[Stage]
     answer: ClassVar[type[msg.GroupAnswer] | None] = None
-    """With this answer a rank holder has done its part, and the stage waits for it no longer."""
+    """The type of the answer for which the stage waits, from each rank holder; None: no answer."""
     prepares_training: ClassVar[bool] = False
-    """Whether the ranks are on their way to their first, or next, common step."""
+    """Whether the ranks are on their way to their first or next common step."""
     needs_rendezvous: ClassVar[bool] = False
-    """Whether ranks may be connecting, at the rendezvous that the controller holds in memory."""
+    """Whether ranks may use the rendezvous, which is in the controller's memory."""
     starts_spares: ClassVar[bool] = False
     """Whether the machine starts spares as soon as there is room. In a recovery, ranks come first."""
     reports_standstill: ClassVar[bool] = False
-    """Whether ranks that stand still are news. In a recovery they are not: all of them stop."""
+    """Whether ranks without progress are reported. In a recovery they are not, because all ranks stop."""
     blames_places: ClassVar[bool] = True
-    """Whether a lost process speaks against its node and device."""
+    """Whether a lost process counts as a failure of its node and device, for the quarantine."""
 
     def __init__(self, job: JobState, awaited: set[int] | None = None, deadline_s: float | None = None) -> None:
         self.job = job
         self.awaited: set[int] = set() if awaited is None else awaited
-        """The rank holders whose answer the stage waits for; it goes on when none is left."""
+        """The rank holders for whose answer the stage waits. It ends when none is left."""
         self.deadline_s = deadline_s
         """When `overdue` is due, on the clock of ``now_s``."""
         self.failure: str | None = None
-        """Why the job does not end well; None while nothing speaks against it."""
+        """Why the job will end with an error; None if no reason is known."""
 
-    # ---- what the stage waits for -----------------------------------------------------------------------------------
+    # ---- end of the wait --------------------------------------------------------------------------------------------
 
     def proceed(self, now_s: float) -> Next:
-        """The end of every event: what follows if the stage has all that it waits for."""
+        """Runs at the end of every event. Returns the next transition if the stage has all for which it waits."""
         return None
 
     def overdue(self, now_s: float) -> Next:
-        """The deadline has come."""
+        """Runs when the deadline has come."""
         return None
 
     # ---- nodes and processes ----------------------------------------------------------------------------------------
 
     def node_joined(self, name: str, now_s: float) -> Next:
-        """A node has offered itself, and the roster has it."""
+        """Runs when a node has joined. The roster already contains it."""
         self.room_found(f"node {name} has joined")
         return None
 
     def node_lost(self, now_s: float) -> None:
-        """A node is gone, and the roster no longer has it."""
+        """Runs when a node is lost. The roster no longer contains it."""
 
     def room_found(self, reason: str) -> None:
-        """A device may be free."""
+        """Runs when a device may be free: starts spares, if the stage does so."""
         if self.starts_spares and self.job.progress.is_initialised:
             self.job.processes.top_up_spares(reason)
 
     def worker_joined(self, worker: Worker, now_s: float) -> None:
-        """The script of a worker has called `keepstep.init()`.
+        """Runs when the script of a worker has called `keepstep.init()`.
 
-        With the first one the machine starts the spares: beside a script that never calls it they would meet its ranks.
+        With the first such call the machine starts the spares. They would interfere with a script that never calls it.
         """
         job = self.job
         if not job.progress.is_initialised:
@@ -76,11 +76,11 @@ class JobStage:
             job.processes.top_up_spares("the job starts")
 
     def worker_ready(self, worker: Worker, now_s: float) -> Next:
-        """A worker stands at its first step."""
+        """Runs when a worker is at its first step."""
         return None
 
     def script_ended(self, now_s: float) -> Next:
-        """The script of a rank holder has ended."""
+        """Runs when the script of a rank holder has ended."""
         job = self.job
         if job.roster.num_holders:
             return None
@@ -92,29 +92,29 @@ class JobStage:
     # ---- failures ---------------------------------------------------------------------------------------------------
 
     def interrupted(self, cause: str, detail: str, failures: Sequence[Failure], now_s: float) -> Next:
-        """Something failed, whether or not a rank is known to be lost by it."""
+        """Runs on a failure, whether or not a rank is known to be lost."""
         if Stage.STOPPING not in TRANSITIONS[self.stage]:
             return None
         return ToStopping(cause, detail, tuple(failures))
 
     def ranks_lost(self, failures: Sequence[Failure], now_s: float) -> Next:
-        """Rank holders were lost at one moment."""
+        """Runs when rank holders were lost at one moment."""
         first = failures[0]
         who = f"rank {first.rank}" if len(failures) == 1 else f"ranks {[each.rank for each in failures]}"
         return self.interrupted(first.cause, f"{who} lost: {first.detail}", failures, now_s)
 
     def spare_lost(self, detail: str, now_s: float) -> Next:
-        """A spare was lost."""
+        """Runs when a spare was lost."""
         if self.starts_spares:
             self.job.processes.top_up_spares(f"a spare was lost: {detail}")
         return None
 
     def job_stalled(self, report: msg.JobStalled, now_s: float) -> Next:
-        """All ranks of a node wait for others, past their deadlines."""
+        """Runs when all ranks of a node wait for others past their deadlines."""
         return None
 
     def controller_restarted(self, now_s: float) -> Next:
-        """The controller is back with its journal. The rendezvous was in its memory, so the ranks there stop."""
+        """Runs when the controller has restarted. It has lost the rendezvous, so ranks that may use it must stop."""
         if self.deadline_s is not None:
             self.deadline_s = max(self.deadline_s, now_s + self.job.settings.end_deadline_s)
         if not self.needs_rendezvous:
@@ -124,49 +124,49 @@ class JobStage:
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def step_observed(self, now_s: float) -> Next:
-        """The ranks of a node have completed a step."""
+        """Runs when the ranks of a node have completed their first step of the generation."""
         return None
 
     def spread(self, now_s: float) -> Next:
-        """Ranks that ought to be elsewhere go there, if they can now."""
+        """Moves displaced ranks to other devices, if that is possible now."""
         return None
 
     # ---- the drain of the job ---------------------------------------------------------------------------------------
 
     @property
     def drain_share(self) -> float:
-        """The part of the grace period of a drain after which `drain_overdue` is due."""
+        """The share of a drain's grace period after which `drain_overdue` is due."""
         return 1.0
 
     def drain_asked(self) -> Next:
-        """The drain has begun."""
+        """Runs when a drain has begun."""
         return None
 
     def drain_answered(self, workers: Collection[int], message: msg.Holding | msg.Drained) -> Next:
-        """Ranks hold before a step, or stand at the last one and have done their part."""
+        """Runs when ranks hold before a step, or have done their part at the last one."""
         self.job.drain.answered(workers, message)
         return None
 
     def drain_overdue(self, now_s: float) -> Next:
-        """The time that the drain leaves to this stage is over."""
+        """Runs when this stage's share of the grace period is over."""
         return ToEnded(verdicts.drained(self.job.drain.reason, verdicts.KILLED_AFTER_GRACE))
 
 
 class RecoveryStage(JobStage):
-    """A stage between a failure and training: what a drain means for it."""
+    """Base class of the stages between a failure and training, with their answers to a drain."""
 
     prepares_training = True
 
     @property
     def drain_share(self) -> float:
-        """A part, so that there is time left for the scripts."""
+        """A part of the grace period. The rest is for the scripts."""
         return AGREEING
 
     def drain_asked(self) -> Next:
-        """A job that has trained recovers first, and ends where all ranks stand then."""
+        """Continues the recovery of a job that has trained, which then ends at the resume step. Else ends the job."""
         return None if self.job.progress.has_trained else ToDraining("training had not begun")
 
     def drain_overdue(self, now_s: float) -> Next:
-        """The scripts get the signal wherever they are."""
+        """Sends SIGTERM to the scripts, wherever they are."""
         late = self.job.roster.ranks_of(self.awaited)
         return ToDraining(f"ranks {late} did not reach a common step within half of the grace period")

@@ -1,4 +1,4 @@
-"""The start of a job: the machine waits for nodes, assigns ranks to them, and waits until all ranks are ready."""
+"""The start of a job: the machine waits for nodes, starts the ranks there, and waits until all ranks are ready."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from keepstep.protocol.recovery.transitions import Next, Stage, ToDraining, ToEn
 
 
 class WaitingForNodes(JobStage):
-    """Until there is room for what the job starts with: for all ranks and spares, or for the ranks after a while."""
+    """Lasts until there is room for all ranks and spares, or after a while for all ranks."""
 
     stage = Stage.STARTING
 
     def __init__(self, job: JobState) -> None:
         super().__init__(job)
         self._all_ranks_fit = False
-        """Whether the stage waits only for nodes that bring room for spares."""
+        """Whether all ranks have room, and the stage waits only for nodes with room for spares."""
         self._may_be_oversubscribed = False
-        """Whether the stage waits only for nodes that make the sharing of devices needless."""
+        """Whether all ranks have room on shared devices, and the stage waits only for nodes with more devices."""
 
     def node_joined(self, name: str, now_s: float) -> Next:
-        """The ranks go to nodes at once where there is room for the spares too."""
+        """Starts the ranks if all ranks and spares have room. Shortens the deadline if only the ranks have."""
         settings, processes = self.job.settings, self.job.processes
         if self.deadline_s is None:
             self.deadline_s = now_s + settings.start_deadline_s
@@ -39,23 +39,23 @@ class WaitingForNodes(JobStage):
         return ToStarting("the job starts") if self._all_ranks_fit and is_complete else None
 
     def node_lost(self, now_s: float) -> None:
-        """The wait starts over where it had come to an end soon."""
+        """Restores the long deadline, if it was shortened."""
         if self._all_ranks_fit or self._may_be_oversubscribed:
             self._all_ranks_fit = self._may_be_oversubscribed = False
             self.deadline_s = now_s + self.job.settings.start_deadline_s
 
     def overdue(self, now_s: float) -> Next:
-        """The job starts with the nodes that are there, if they have room for all ranks."""
+        """Starts the job with the present nodes if they have room for all ranks, else ends it."""
         wanted, room = self.job.settings.world_size, self.job.processes.room_for_ranks()
         return ToStarting("the job starts") if room >= wanted else ToEnded(verdicts.too_few_nodes(wanted, room))
 
     def drain_asked(self) -> Next:
-        """There is nothing to save."""
+        """Ends the job, as there is nothing to save."""
         return ToDraining("training had not begun")
 
 
 class Starting(JobStage):
-    """All ranks start together: until each of them stands at its first step."""
+    """All ranks start together. Lasts until each of them is at its first step."""
 
     stage = Stage.STARTING
     prepares_training = True
@@ -65,7 +65,7 @@ class Starting(JobStage):
 
     def __init__(self, job: JobState, reason: str, now_s: float) -> None:
         job.progress.is_fresh = True
-        job.membership = None  # a start-up is one piece: a rank lost in it takes what all exchanged along
+        job.membership = None  # the loss of a rank would make the whole start-up's exchange invalid
         job.release_snapshots(reason)
         job.processes.start_ranks(reason)
         job.connected.clear()
@@ -73,19 +73,19 @@ class Starting(JobStage):
         super().__init__(job, job.roster.holder_numbers(), deadline_s)
 
     def worker_joined(self, worker: Worker, now_s: float) -> None:
-        """Its rank is known."""
+        """Assigns the rank with which the worker was started."""
         super().worker_joined(worker, now_s)
         if worker.rank is not None and not worker.lost:
             self.job.orders.assign(worker, self.job.generation, f"rank {worker.rank} was started as such")
 
     def worker_ready(self, worker: Worker, now_s: float) -> Next:
-        """One rank less to wait for."""
+        """Ends the wait for a rank that is ready in this generation."""
         if ready_now(worker, self.job.generation):
             self.awaited.discard(worker.worker)
         return None
 
     def proceed(self, now_s: float) -> Next:
-        """All ranks are ready: they go to the greatest step that they all reach."""
+        """Sends all ranks, when they are ready, to the greatest step that they all reach."""
         job = self.job
         if self.awaited or job.roster.num_holders != job.settings.world_size:
             return None
@@ -96,14 +96,14 @@ class Starting(JobStage):
         return ToRecovering(step)
 
     def overdue(self, now_s: float) -> Next:
-        """A job that has trained tries again: all ranks stop, and the one that cannot is the one that hangs."""
+        """Stops all ranks of a job that has trained, to find the one that hangs. Ends a job that never trained."""
         late = self.job.roster.ranks_of(self.awaited)
         if not self.job.progress.has_trained:
             return ToEnded(verdicts.start_overdue(late, self.job.settings.start_deadline_s))
         return self.interrupted(Cause.HANG, f"ranks {late} did not reach their first step in time", (), now_s)
 
     def drain_asked(self) -> Next:
-        """There is nothing to save that the newest checkpoint does not hold."""
+        """Ends the job, because there is nothing to save but what the newest checkpoint has."""
         has_trained = self.job.progress.has_trained
         return ToDraining(
             "all ranks were restarting from the newest checkpoint" if has_trained else "training had not begun"

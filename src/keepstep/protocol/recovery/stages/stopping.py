@@ -1,4 +1,4 @@
-"""After a failure: the survivors stop, the agents kill what is lost, and each missing rank gets a process."""
+"""After a failure: survivors stop, agents kill lost processes, and each missing rank gets a new process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from keepstep.protocol.recovery.transitions import (
 
 
 class Stopping(RecoveryStage):
-    """Until all survivors are at safe points, all lost processes are gone, and all ranks are held."""
+    """Lasts until all survivors are at safe points, all lost processes are gone, and each rank has a worker."""
 
     stage = Stage.STOPPING
     answer = SafePointReached
@@ -33,28 +33,28 @@ class Stopping(RecoveryStage):
     def __init__(self, job: JobState, failure: ToStopping, now_s: float) -> None:
         job.begin_generation(failure.cause, failure.detail, now_s)
         self._fenced_by_s = now_s
-        """The newest of the lost processes has time until then to be fenced."""
+        """Deadline for the fence of the lost processes."""
         super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.stop_deadline_s)
         self._waits_for_help = False
-        """Whether it has begun to wait for a process to come up or a node to join."""
+        """Whether the stage waits for a process to start or a node to join."""
         synced_step = next((each.step for each in failure.failures if each.phase == Phase.SYNCED), None)
         job.orders.to_all(Stop(job.generation, failure.detail, synced_step), failure.detail)
         self.interrupted(failure.cause, failure.detail, failure.failures, now_s)
 
     def interrupted(self, cause: str, detail: str, failures: Sequence[Failure], now_s: float) -> Next:
-        """Belongs to the recovery that has just begun."""
+        """Adds the failures to the current recovery, instead of beginning another one."""
         job = self.job
         if job.record not in job.records[-1:] and (failures or cause != Cause.DRAIN):
             job.records.append(job.record)
         for failure in failures:
             job.record.add_failure(failure, cause, detail)
             self._fenced_by_s = now_s + job.settings.end_deadline_s
-            if not self.awaited or self.deadline_s is None:  # a survivor that does not answer gets no more time by it
+            if not self.awaited or self.deadline_s is None:  # give no more time to survivors that do not answer
                 self.deadline_s = max(self.deadline_s or 0.0, self._fenced_by_s)
         return None
 
     def spare_lost(self, detail: str, now_s: float) -> Next:
-        """It may have been the one for a missing rank."""
+        """Starts another spare, because the lost one may have been for a missing rank."""
         job = self.job
         job.processes.top_up_spares(f"a spare was lost: {detail}")
         if job.processes.keep_failing:
@@ -62,7 +62,7 @@ class Stopping(RecoveryStage):
         return None
 
     def overdue(self, now_s: float) -> Next:
-        """A survivor that does not answer in time is itself treated as failed."""
+        """Treats survivors that do not answer in time as failed, or saves the state if the stage cannot complete."""
         roster = self.job.roster
         if self.awaited:
             overdue = [roster.workers[number] for number in sorted(self.awaited)]
@@ -79,10 +79,10 @@ class Stopping(RecoveryStage):
             return ToRescuing(f"processes {stuck} cannot be killed, so their ranks cannot be reassigned")
         return ToRescuing("no replacement reached its first step in time")
 
-    # ---- all stand still --------------------------------------------------------------------------------------------
+    # ---- all ranks have stopped -------------------------------------------------------------------------------------
 
     def proceed(self, now_s: float) -> Next:
-        """All ranks go to the greatest step that they reach together, as soon as each rank is held."""
+        """Chooses the resume step when all ranks have stopped, and goes to it once each rank has a worker."""
         job = self.job
         record = job.record
         if self.awaited or job.roster.unfenced():
@@ -101,7 +101,7 @@ class Stopping(RecoveryStage):
         return self._fill_ranks(step, now_s)
 
     def _fill_ranks(self, step: int, now_s: float) -> Next:
-        """Gives every missing rank a warm spare, or none yet where there are too few."""
+        """Gives every missing rank a warm spare. If there are too few, gives none yet, and starts processes."""
         job = self.job
         assert job.membership is not None
         tied = tied_ranks(job.roster, job.snapshots, job.membership, step, job.generation)
@@ -155,6 +155,6 @@ class Stopping(RecoveryStage):
         return ToStarting(reason)
 
     def _wait_for_help(self, now_s: float) -> None:
-        """Waits for a process to come up or a node to join. Later events must not put the end of the wait off."""
+        """Begins the wait for a process to start or a node to join. Later events must not postpone its deadline."""
         if not self._waits_for_help:
             self._waits_for_help, self.deadline_s = True, now_s + self.job.settings.start_deadline_s

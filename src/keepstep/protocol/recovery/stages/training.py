@@ -1,4 +1,4 @@
-"""All ranks train."""
+"""The stage in which all ranks train."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepstep.protocol.recovery.transitions import GiveUp, Next, Stage, ToDraini
 
 
 class Training(JobStage):
-    """Until the loop of every rank has ended, or something fails."""
+    """Lasts until the loop of every rank has ended, or something fails."""
 
     stage = Stage.TRAINING
     answer = StepsFinished
@@ -30,43 +30,43 @@ class Training(JobStage):
             job.drain.end_at(step, job.generation)
         else:
             job.orders.to_all(Resume(job.generation), f"all ranks are at step {step}")
-            # At once: until they are warm, the next loss has to wait for them.
+            # Start spares at once: a loss has to wait for them until they are warm.
             job.processes.top_up_spares("a spare took a rank: another is started")
 
     def proceed(self, now_s: float) -> Next:
-        """All ranks have completed the last step, or can complete none any more."""
+        """Goes on when all ranks have completed the last step. Ends the job if no rank can complete another step."""
         if not self.awaited and self.job.roster.num_holders:
             return ToFinished()
         uneven = self.job.standstill.uneven()
         return ToEnded(verdicts.uneven_steps(uneven)) if uneven else None
 
     def overdue(self, now_s: float) -> Next:
-        """A script has ended, and the others train on without it."""
+        """Ends the job, because a script has ended and the others still train."""
         ended_early = verdicts.ended_early(self.job.roster)
         return ToEnded(ended_early) if ended_early else None
 
     def script_ended(self, now_s: float) -> Next:
-        """The others may end soon as well, and if they do not, the job cannot continue."""
+        """Sets a deadline for the other scripts. If they do not end as well, the job cannot continue."""
         if self.job.roster.num_holders:
             self.deadline_s = self.deadline_s or now_s + self.job.settings.end_deadline_s
         return super().script_ended(now_s)
 
     def worker_ready(self, worker: Worker, now_s: float) -> Next:
-        """There is one more spare for a rank that must move."""
+        """Moves displaced ranks, because a new spare is warm."""
         return self.spread(now_s)
 
     def step_observed(self, now_s: float) -> Next:
-        """Training continues."""
+        """Moves displaced ranks, because the ranks have completed a step of this generation."""
         return self.spread(now_s)
 
     def spread(self, now_s: float) -> Next:
-        """A rank that shares a device, or whose node drains, goes to a warm spare that has a place of its own."""
+        """Moves ranks to warm spares, if they share a device, their device is unhealthy, or their node drains."""
         job = self.job
         moved = [] if job.membership is None else job.processes.move(job.membership, now_s)
         return GiveUp(moved) if moved else None
 
     def job_stalled(self, report: JobStalled, now_s: float) -> Next:
-        """Where all ranks of all nodes wait, none of them is to blame: all stop and go on."""
+        """Stops all ranks if those of all nodes wait: then no agent can find the rank at fault."""
         standstill = self.job.standstill
         if not standstill.stalled(report.node):
             return None
@@ -76,21 +76,21 @@ class Training(JobStage):
 
     @property
     def drain_share(self) -> float:
-        """A part in which the ranks may come to one step by themselves; all of it after they were stopped for that."""
+        """A part in which ranks may reach a common step by themselves. All of it after the machine has stopped them."""
         return HOLDING if self.job.drain.may_hold else 1.0
 
     def drain_asked(self) -> Next:
-        """The ranks hold before their next steps."""
+        """Orders the ranks to hold before their next steps."""
         self.job.drain.hold(self.job.generation)
         return None
 
     def drain_answered(self, workers: Collection[int], message: Holding | Drained) -> Next:
-        """When all ranks have done their part the scripts get the signal."""
+        """Sends SIGTERM to the scripts when all ranks have done their part."""
         how = self.job.drain.answered(workers, message)
         return ToDraining(how) if how is not None else None
 
     def drain_overdue(self, now_s: float) -> Next:
-        """The ranks stop as after a failure, and the resume rule chooses the step."""
+        """Stops the ranks as after a failure. The resume rule then chooses the step."""
         if not self.job.drain.may_hold:
             return super().drain_overdue(now_s)
         self.job.drain.may_hold = False

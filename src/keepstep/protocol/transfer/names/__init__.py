@@ -1,4 +1,4 @@
-"""How a consumer's tensors come from those that are published: names, fused tensors, transposes, dtypes, as data.
+"""How a consumer's tensors are made of the published ones, as data: names, fused tensors, transposes, dtypes.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Name maps: which recipe makes which tensor, by patterns of names. Data, serialisable with msgspec, and pure."""
+"""Name maps: patterns of names that say which recipe makes which tensor. Pure data, serialisable with msgspec."""
 
 from __future__ import annotations
 
@@ -29,55 +29,57 @@ class Conversion(enum.StrEnum):
     """How a tensor's dtype may differ from the published one."""
 
     EXACT = "exact"
-    """Not at all."""
+    """It must be the same."""
     CAST = "cast"
-    """Between floating dtypes of two bytes or more, or between integers, as ``Tensor.to`` does."""
+    """keepstep casts between floating dtypes of two bytes or more, as ``Tensor.to`` does. All other dtypes must be the
+    same."""
 
 
 class Quantize(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """To float8: each block of the consumer's tensor is divided by a scale of its own, which is one more tensor.
+    """Converts to float8. Each block of the consumer's tensor is divided by its own scale, stored in another tensor.
 
-    A scale is the largest magnitude in its block, divided by the largest number of the dtype. The consumer computes
-    it, since a shard or bucket may have but a part of the block: what travels has the published dtype.
+    A scale is the largest magnitude in its block, divided by the largest number of the dtype. The consumer computes it,
+    because a shard or bucket may contain only a part of the block. So the tensor travels in the published dtype.
     """
 
     scale: str
-    """Name of the consumer's tensor of scales, a pattern with the rule's placeholders. float32, one for each block."""
+    """Name of the consumer's tensor of scales, a pattern with the rule's placeholders. It is float32, with one element
+    for each block."""
     block: tuple[int, ...] | None = None
-    """Shape of a block, counted from the first index of the consumer's tensor; None: one scale, of shape [] or [1]."""
+    """Shape of a block. Blocks start at the first index of the consumer's tensor. None: one scale, shape [] or [1]."""
 
 
 Convert: TypeAlias = Conversion | Quantize
 
 
 class NameRule(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How the tensors come about whose names match a pattern.
+    """How to make the tensors whose names match a pattern.
 
-    In a pattern ``{layer}`` stands for one or more characters that are no dot, and ``{rest*}`` for any characters, at
-    least one. What it stood for is put in its place in the names of the recipe.
+    In a pattern, ``{layer}`` matches one or more characters except dots, and ``{rest*}`` matches one or more of any
+    characters. The matched text replaces the placeholder in the names of the recipe.
     """
 
     to: str
-    """The pattern of the name of what is made."""
+    """The pattern of the names of the tensors that the rule makes."""
     recipe: Recipe
-    """The tensors it is made of, in the names of the other side."""
+    """The tensors of which the rule makes it, by their names on the other side."""
     convert: Convert | None = None
-    """How its dtype may differ; None: as the map says."""
+    """How its dtype may differ; None: as in `NameMap.convert`."""
 
 
 class NameMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How one side's tensors come from the other's. A tensor that no rule makes has the same name on both sides.
+    """How one side's tensors are made of the other side's. A tensor without a rule has the same name on both sides.
 
-    A rule whose pattern has a ``{rest*}`` gives way to those that have none. Two of a kind that match one name are
-    refused.
+    A rule without a ``{rest*}`` has precedence over rules with one. Two matching rules of the same precedence are an
+    error.
     """
 
     rules: tuple[NameRule, ...]
     tp_rank: int = 0
-    """Of the consumer among the tensor-parallel ranks, for `Shard`."""
+    """The consumer's tensor-parallel rank, for `Shard`."""
     tp_size: int = 1
     convert: Convert = Conversion.EXACT
-    """How dtypes may differ where no rule says it."""
+    """How dtypes may differ, unless a rule has its own ``convert``."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size:
@@ -90,14 +92,16 @@ class NameMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
             self._check(rule)
 
     def for_rank(self, tp_rank: int, tp_size: int) -> NameMap:
-        """The same rules for one of several tensor-parallel ranks."""
+        """Returns the same map for one of several tensor-parallel ranks."""
         return msgspec.structs.replace(self, tp_rank=tp_rank, tp_size=tp_size)
 
     def made_of(self, name: str) -> tuple[Recipe | None, Convert]:
-        """The recipe for a tensor, with its placeholders filled and `Shard`s for this rank; None: no rule makes it.
+        """Returns the recipe for a tensor, and how its dtype may differ.
+
+        The recipe has its placeholders filled, and each `Shard` replaced for this rank. It is None if no rule matches.
 
         Raises:
-            AmbiguousName: two rules make it.
+            AmbiguousName: several rules match.
         """
         found = self._rule_for(name)
         if found is None:
@@ -109,7 +113,11 @@ class NameMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         return self._compile(rule.recipe, values), convert
 
     def made_by(self, rule: NameRule, names: Iterable[str]) -> list[str]:
-        """What a rule makes of tensors of which some are there: names of those for which one of its parts is.
+        """Returns the names of the tensors that a rule makes, if at least one of their parts exists.
+
+        Args:
+            rule: a rule of the map.
+            names: names of the existing tensors on the other side.
 
         Raises:
             ConfigurationError: no part of the rule has all its placeholders.
@@ -165,7 +173,7 @@ class NameMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 def matched(pattern: str, name: str) -> Mapping[str, str] | None:
-    """What the placeholders of a pattern stand for in a name; None: the name does not match."""
+    """Returns placeholder -> matched text; None if the name does not match the pattern."""
     if "{" not in pattern:
         return {} if pattern == name else None
     found = _expression(pattern).fullmatch(name)
@@ -205,7 +213,7 @@ def _number(text: str, operation: Chunk | Select) -> int:
 
 
 def _texts(recipe: Recipe) -> Iterator[str]:
-    """Everything in a recipe that may have placeholders."""
+    """Yields all texts in a recipe that may have placeholders."""
     if isinstance(recipe, str):
         yield recipe
     elif isinstance(recipe, Chunk | Select):

@@ -9,13 +9,13 @@ from keepstep.protocol.transfer.names.recipes import Concat, Shard
 def fused_decoder(prefix: str = "model.", kv_replicas: int = 1) -> tuple[NameRule, ...]:
     """Rules for an engine with ``qkv_proj`` and ``gate_up_proj``, from Hugging Face's names, at any ``tp_size``.
 
-    They fit Llama, Mistral, Qwen2 and Qwen3 (dense). Query, key, value, gate and up are cut along their rows, as
-    Megatron does, ``o_proj`` and ``down_proj`` along their columns, embeddings and ``lm_head`` along the vocabulary.
-    Norms, and biases of ``o_proj`` and ``down_proj``, are whole on every rank.
+    They fit Llama, Mistral, Qwen2 and Qwen3 (dense). As in Megatron, query, key, value, gate and up are sharded along
+    their rows, ``o_proj`` and ``down_proj`` along their columns, and embeddings and ``lm_head`` along the vocabulary.
+    Every rank has all of the norms and of the biases of ``o_proj`` and ``down_proj``.
 
     Args:
-        prefix: before ``layers`` and ``embed_tokens``, on both sides.
-        kv_replicas: how many ranks share a head of keys and values, where there are fewer heads than ranks; else 1.
+        prefix: the prefix before ``layers`` and ``embed_tokens``, on both sides.
+        kv_replicas: how many ranks share a key-value head, if there are fewer such heads than ranks; else 1.
     """
     attention, mlp = f"{prefix}layers.{{layer}}.self_attn.", f"{prefix}layers.{{layer}}.mlp."
     replicas = {"q": 1, "k": kv_replicas, "v": kv_replicas}

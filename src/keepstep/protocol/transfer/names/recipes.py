@@ -1,15 +1,16 @@
-"""Recipes: how one tensor is put together from others, by blocks, and without any arithmetic. Data, and pure.
+"""Recipes: how to assemble one tensor from blocks of others, without any arithmetic. Pure data.
 
 ::
 
     Concat(("q", "k", "v"))                                     # a fused tensor
-    Concat((Shard("q", 0), Shard("k", 0), Shard("v", 0)))       # what one tensor-parallel rank has of it
+    Concat((Shard("q", 0), Shard("k", 0), Shard("v", 0)))       # the part of one tensor-parallel rank
     Slice("qkv", 0, 0, 64)                                      # ... and back
     Transpose("w", (1, 0))
     Select(Chunk("experts.gate_up", 1, 0, 2), 0, 3)             # the gate of the fourth of some stacked experts
 
-A recipe is resolved against the shapes of the tensors it names. What comes out are regions: which block of which
-tensor lies where. So it does not matter who holds which shard of them, or in how many buckets they travel.
+`resolve` applies a recipe to the shapes of the tensors that it names. It returns regions, which say which block of
+which tensor is where in the new one. So a recipe does not depend on how these tensors are sharded, or packed into
+buckets.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from keepstep.protocol.transfer.boxes import Box, whole
 
 
 class RecipeOperation(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """The root of what a recipe consists of, besides names of tensors."""
+    """Base class of the operations in a recipe."""
 
 
 class Concat(RecipeOperation, frozen=True):
-    """Tensors one behind the other along a dimension, as ``torch.cat``."""
+    """Concatenates tensors along a dimension, like ``torch.cat``."""
 
     parts: tuple[Recipe, ...]
     dim: int = 0
 
 
 class Stack(RecipeOperation, frozen=True):
-    """Tensors of one shape along a new dimension, as ``torch.stack``."""
+    """Stacks tensors of the same shape along a new dimension, like ``torch.stack``."""
 
     parts: tuple[Recipe, ...]
     dim: int = 0
 
 
 class Slice(RecipeOperation, frozen=True):
-    """The indices from ``start`` up to ``stop`` of a dimension."""
+    """Takes the indices from ``start`` up to, without, ``stop`` along a dimension."""
 
     of: Recipe
     dim: int
@@ -52,7 +53,8 @@ class Slice(RecipeOperation, frozen=True):
 
 
 class Chunk(RecipeOperation, frozen=True):
-    """One of ``num`` equal parts along a dimension. The index may be a placeholder of the rule (``"{expert}"``)."""
+    """Takes one of ``num`` equal parts along a dimension. The index may be a placeholder of the rule
+    (``"{expert}"``)."""
 
     of: Recipe
     dim: int
@@ -61,7 +63,8 @@ class Chunk(RecipeOperation, frozen=True):
 
 
 class Select(RecipeOperation, frozen=True):
-    """One index of a dimension, which is gone then. It may be a placeholder of the rule (``"{expert}"``)."""
+    """Takes one index along a dimension and removes that dimension, like ``torch.select``. The index may be a
+    placeholder of the rule (``"{expert}"``)."""
 
     of: Recipe
     dim: int
@@ -69,17 +72,17 @@ class Select(RecipeOperation, frozen=True):
 
 
 class Transpose(RecipeOperation, frozen=True):
-    """The dimensions in another order, as ``torch.permute``."""
+    """Reorders the dimensions, like ``torch.permute``."""
 
     of: Recipe
     dims: tuple[int, ...]
 
 
 class Shard(RecipeOperation, frozen=True):
-    """The tensor-parallel rank's own part along a dimension.
+    """Takes the tensor-parallel rank's own part along a dimension. Only a `NameMap` knows the rank.
 
-    With ``replicas`` above one, so many ranks that follow each other have the same part, and there are as many times
-    fewer: key and value heads of which there are fewer than ranks. Only a `NameMap` knows the rank.
+    With ``replicas`` above one, so many consecutive ranks have the same part. That is for key-value heads, if there are
+    fewer heads than ranks.
     """
 
     of: Recipe
@@ -92,7 +95,7 @@ Recipe: TypeAlias = str | Concat | Stack | Slice | Chunk | Select | Transpose | 
 
 
 def operands(recipe: Recipe) -> tuple[Recipe, ...]:
-    """What an operation is applied to; nothing for a name."""
+    """Returns the operands of an operation; none for a name."""
     match recipe:
         case str():
             return ()
@@ -103,7 +106,7 @@ def operands(recipe: Recipe) -> tuple[Recipe, ...]:
 
 
 def names_in(recipe: Recipe) -> Iterator[str]:
-    """The tensors that a recipe names, in its order."""
+    """Yields the names of tensors in a recipe, in its order."""
     if isinstance(recipe, str):
         yield recipe
     for each in operands(recipe):
@@ -112,14 +115,14 @@ def names_in(recipe: Recipe) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """A block of one published tensor, and where it lies in the tensor that a recipe makes.
+    """A block of one published tensor, and its place in the tensor that a recipe makes.
 
     Attributes:
         source: name of the published tensor.
-        box: in that tensor.
-        at: in the tensor that is made.
-        dims: for each dimension of the published tensor the one that it becomes; None: it is gone, and the box has
-            one index there. What is left of the other's dimensions are new ones, with one index each.
+        box: the block in the published tensor.
+        at: the block in the made tensor.
+        dims: for each dimension of the published tensor, the dimension of the made tensor that it becomes. None: it is
+            removed, and the box has size 1 there. Other dimensions of the made tensor are new, with size 1 in ``at``.
     """
 
     source: str
@@ -128,7 +131,7 @@ class Region:
     dims: tuple[int | None, ...]
 
     def cut(self, dim: int, start: int, stop: int) -> Region | None:
-        """What of it lies between two indices of a dimension of what is made; None: nothing."""
+        """Returns the part between two indices along a dimension of the made tensor; None if it is empty."""
         first = max(start, self.at.start[dim])
         size = min(stop, self.at.stop[dim]) - first
         if size <= 0:
@@ -143,13 +146,13 @@ class Region:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MadeTensor:
-    """A tensor as a recipe makes it: its shape, and the regions that fill it."""
+    """The result of a recipe: the shape of the made tensor, and the regions that fill it."""
 
     shape: tuple[int, ...]
     regions: tuple[Region, ...]
 
     def cut(self, dim: int, start: int, stop: int) -> MadeTensor:
-        """What lies between two indices of a dimension."""
+        """Returns the part between two indices along a dimension."""
         kept = [each for region in self.regions if (each := region.cut(dim, start, stop)) is not None]
         moved = tuple(
             dataclasses.replace(each, at=_along(each.at, dim, each.at.start[dim] - start, each.at.shape[dim]))
@@ -158,7 +161,7 @@ class MadeTensor:
         return MadeTensor((*self.shape[:dim], stop - start, *self.shape[dim + 1 :]), moved)
 
     def block(self, box: Box) -> MadeTensor:
-        """One block of it; indices are counted from its first."""
+        """Returns one block as a tensor of its own."""
         made = self
         for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
             made = made.cut(dim, start, stop)
@@ -166,14 +169,15 @@ class MadeTensor:
 
 
 def resolve(recipe: Recipe, shape_of: Callable[[str], tuple[int, ...]]) -> MadeTensor:
-    """What a recipe makes.
+    """Applies a recipe to the shapes of the published tensors.
 
     Args:
-        recipe: without placeholders and `Shard`s.
-        shape_of: the shape of each published tensor; what it raises for one that there is not is raised here.
+        recipe: a recipe without placeholders and `Shard`.
+        shape_of: returns the shape of a published tensor. An error that it raises for an unknown name passes through.
 
     Raises:
-        ShapeMismatch: an operation does not fit the shape it meets; the message names the tensors.
+        ShapeMismatch: an operation does not fit the shape of its operand. The message names the tensors.
+        ConfigurationError: the recipe has no parts, or still contains a placeholder or `Shard`.
     """
     match recipe:
         case str():
@@ -254,7 +258,7 @@ def _transposed(made: MadeTensor, dims: tuple[int, ...]) -> MadeTensor:
 
 
 def _without(made: MadeTensor, dim: int) -> MadeTensor:
-    """Without a dimension of one index."""
+    """Removes a dimension of size 1."""
 
     def lowered(region: Region) -> Region:
         at = Box(_dropped(region.at.start, dim), _dropped(region.at.shape, dim))
@@ -265,7 +269,7 @@ def _without(made: MadeTensor, dim: int) -> MadeTensor:
 
 
 def _with_new(made: MadeTensor, dim: int) -> MadeTensor:
-    """With a new dimension of one index."""
+    """Inserts a dimension of size 1."""
 
     def raised(region: Region) -> Region:
         start, shape = region.at.start, region.at.shape
@@ -281,5 +285,5 @@ def _dropped(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
 
 
 def _along(box: Box, dim: int, start: int, size: int) -> Box:
-    """The box with another extent along one dimension."""
+    """Returns the box with another start and size along one dimension."""
     return Box((*box.start[:dim], start, *box.start[dim + 1 :]), (*box.shape[:dim], size, *box.shape[dim + 1 :]))

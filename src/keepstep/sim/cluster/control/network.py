@@ -1,4 +1,4 @@
-"""The network: single packets between controller and nodes, and reachability between ranks."""
+"""The simulated network: single packets between controller and nodes, and reachability between ranks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ CONTROLLER = "controller"
 
 
 class Network:
-    """Who can reach whom, and how long it takes."""
+    """Transmits packets between controller and nodes, and tells which node can reach which."""
 
     def __init__(self, world: World, layout: NetworkLayout) -> None:
         self._world = world
         self._layout = layout
         self._cuts: dict[tuple[str, str], int] = {}
-        """(from, to) -> how many causes keep that direction closed."""
+        """(from, to) -> number of faults that keep this direction closed."""
         self._connection: dict[str, int] = {}
-        """node -> number of its connection to the controller; what was sent on an older one is lost."""
+        """node -> number of its connection to the controller. Packets on an older connection are lost."""
         self.extra_loss = 0.0
 
     # ---- the control network ----------------------------------------------------------------------------------------
 
     def send(self, source: str, destination: str, packet: Packet | NodeEvicted | NodeLeft) -> None:
-        """Transmits one packet, which may be lost, doubled or late."""
+        """Transmits one packet, which may be lost, duplicated or late."""
         layout = self._layout
         if isinstance(packet, NodeEvicted):
             self._world.oracle.evicted(packet.node, packet.incarnation)
@@ -48,7 +48,7 @@ class Network:
         return probability > 0.0 and self._world.rng.random() < probability
 
     def arrive(self, source: str, destination: str, packet: Packet | NodeEvicted | NodeLeft, connection: int) -> None:
-        """A packet comes out at the other end, if there still is a way."""
+        """Delivers a packet, if its connection still exists and the direction is open."""
         if connection == self._connection.get(packet.node, 0) and not self.is_cut(source, destination):
             if destination == CONTROLLER and self._world.relays.all:
                 self._world.relays.hear(packet)
@@ -58,7 +58,7 @@ class Network:
             self._world.happen(Event(destination, "hear", (packet,)))
 
     def break_connection(self, node: str) -> None:
-        """The connection of a node ends, with all that was under way, and another one is opened."""
+        """Breaks the connection of a node, with all packets in transit, and opens another one."""
         self.drop_connection(node)
         if self._world.relays.all:
             self._world.relays.routes.pop(node, None)
@@ -68,17 +68,17 @@ class Network:
         self._world.controller.reconnected(node)
 
     def drop_connection(self, node: str) -> None:
-        """What is under way between a node and the controller is lost."""
+        """Drops all packets in transit between a node and the controller."""
         self._connection[node] = self._connection.get(node, 0) + 1
 
     # ---- who can reach whom -----------------------------------------------------------------------------------------
 
     def is_cut(self, source: str, destination: str) -> bool:
-        """Whether nothing gets from one place to the other."""
+        """Returns whether the direction from one place to the other is closed."""
         return bool(self._cuts) and self._cuts.get((source, destination), 0) > 0
 
     def cut(self, pairs: tuple[tuple[str, str], ...]) -> None:
-        """Closes directions."""
+        """Closes directions, each a pair (from, to)."""
         for pair in pairs:
             self._cuts[pair] = self._cuts.get(pair, 0) + 1
 
@@ -91,5 +91,5 @@ class Network:
         self._world.collectives.look_again()
 
     def all_reach(self, sources: set[str], destination: str) -> bool:
-        """Whether each of the places gets through to one."""
+        """Returns whether every one of ``sources`` can reach the destination."""
         return not self._cuts or not any(self.is_cut(source, destination) for source in sources)

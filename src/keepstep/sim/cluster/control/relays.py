@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from keepstep.sim.world import World
 
 PIPE_S = 0.002
-"""One way between a relay and the controller, on one host. It is longer than a real one, so that more is gathered."""
+"""Time from a relay to the controller, or back. It is longer than on a real host, so that a relay gathers more."""
 RECONNECT_S = 0.1
-"""After which an agent tries again to connect."""
+"""Time until an agent tries again to connect."""
 RESTART_S = 0.5
-"""After which a relay that has ended is there again."""
+"""Time until a relay that has ended runs again."""
 
 FromNode = msg.Packet | msg.NodeEvicted | msg.NodeLeft
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """What a relay has sent to the controller."""
+    """A frame from a relay to the controller."""
 
     relay: int
     relay_life: int
     controller_life: int
     items: tuple[Item, ...]
     originals: tuple[FromNode, ...]
-    """The messages of nodes in it, as these have sent them: for the oracle."""
+    """The messages in this frame as the nodes have sent them, for the oracle."""
 
 
 class SimulatedRelay:
@@ -49,25 +49,31 @@ class SimulatedRelay:
         self.name = f"relay {number}"
         self.is_up = True
         self.life = 0
-        """What was under way to or from an earlier one is lost."""
+        """How often it has ended. Messages in transit to or from an earlier life are lost."""
         self._gathering = Gathering()
         self._originals: list[FromNode] = []
-        """What is gathered, as the nodes have sent it: for the oracle."""
+        """The gathered messages as the nodes have sent them, for the oracle."""
 
     def connected(self, node: str) -> None:
-        """A node's agent has opened a connection."""
+        """Tells the controller that a node's agent has opened a connection."""
         self._gathering.add(NodeConnected(node))
         self._pass_on()
 
     def hear(self, message: FromNode, life: int) -> None:
-        """A node has sent something."""
+        """Gathers a message that a node has sent in this life of the relay."""
         if self.is_up and life == self.life:
             self._gathering.add(NodeSaid(message.node, message))
             self._originals.append(message)
             self._pass_on()
 
     def transmit(self, life: int, sent: tuple[PacketBundle | FromNode, ...], has_taken: bool) -> None:
-        """The controller has sent something for nodes."""
+        """Passes on the controller's packets to nodes.
+
+        Args:
+            life: the life of the relay to which the controller has sent them.
+            sent: packets and bundles.
+            has_taken: whether the controller has accepted this relay's last frame, so that it may send the next.
+        """
         if not self.is_up or life != self.life:
             return
         for each in sent:
@@ -79,7 +85,7 @@ class SimulatedRelay:
             self._pass_on()
 
     def refuse(self, life: int, node: str) -> None:
-        """The controller wants the connection to a node ended."""
+        """Ends the connection to a node, on the controller's order."""
         if self.is_up and life == self.life and self.world.relays.routes.get(node) == self.number:
             self.world.relays.disconnect(node)
 
@@ -91,28 +97,28 @@ class SimulatedRelay:
             self.world.schedule.after(PIPE_S, Event("relays", "arrive", (frame,)))
 
     def end(self) -> None:
-        """SIGKILL."""
+        """Ends the relay, as SIGKILL does."""
         self.is_up = False
         self.life += 1
         self._gathering, self._originals = Gathering(), []
 
     def start(self) -> None:
-        """Its supervisor starts it again."""
+        """Restarts the relay, if the controller runs."""
         self.is_up = self.world.controller.is_up
 
 
 class Relays:
-    """All relays of a run, and which of them holds the connection to which node."""
+    """All relays of a run, with the connections of nodes that they hold."""
 
     def __init__(self, world: World, num_relays: int) -> None:
         self.world = world
         self.all = [SimulatedRelay(world, number) for number in range(num_relays)]
         self.routes: dict[str, int] = {}
-        """node -> the relay that holds its connection; nothing where it has none."""
+        """node -> the relay that holds its connection. A node without a connection is missing."""
         self._num_connected = 0
 
     def connect(self, node: str) -> None:
-        """The agent of a node opens a connection, to one relay after the other. Where it cannot, it tries again."""
+        """Connects a node's agent to the next relay that runs, in turns. If that is not possible, tries again later."""
         if node in self.routes:
             return
         network, up = self.world.network, [relay for relay in self.all if relay.is_up]
@@ -127,14 +133,14 @@ class Relays:
         self.world.part(node).reconnected()
 
     def hear(self, message: FromNode) -> None:
-        """Something of a node has come to the controller's host."""
+        """Hands a node's message, which has reached the controller's host, to the relay of the node."""
         number = self.routes.get(message.node)
         if number is not None:
             relay = self.all[number]
             self.world.happen(Event(relay.name, "hear", (message, relay.life)))
 
     def arrive(self, frame: Frame) -> None:
-        """A frame has come to the controller, which may be held up. What a relay wrote before it died can be read."""
+        """Delivers a frame to the controller, also if the relay has died since. A paused controller takes it later."""
         controller = self.world.controller
         if not controller.is_up or controller.life != frame.controller_life:
             return
@@ -144,7 +150,7 @@ class Relays:
         self.world.happen(Event(CONTROLLER, "take", (frame,)))
 
     def crash(self, number: int) -> None:
-        """A relay is killed, and started again."""
+        """Kills a relay, and restarts it later. Its nodes connect again."""
         relay = self.all[number]
         if not relay.is_up:
             return
@@ -156,7 +162,7 @@ class Relays:
         self.world.schedule.after(RESTART_S, Event(relay.name, "start"))
 
     def end_all(self) -> None:
-        """The controller has died, and its relays with it."""
+        """Ends all relays, because the controller has died."""
         for relay in self.all:
             self.world.kill(relay.name)
             relay.end()
@@ -164,12 +170,12 @@ class Relays:
             self.disconnect(node)
 
     def start_all(self) -> None:
-        """The controller is back."""
+        """Starts all relays, because the controller is back."""
         for relay in self.all:
             relay.start()
 
     def disconnect(self, node: str) -> None:
-        """The connection of a node ends, and its agent opens another one."""
+        """Ends the connection of a node. Its agent opens another one."""
         del self.routes[node]
         self.world.network.drop_connection(node)
         self.world.schedule.after(RECONNECT_S, Event("relays", "connect", (node,)))

@@ -1,4 +1,4 @@
-"""Which groups a job has: that of all ranks, and in a mesh one for each copy of the model and one for each shard."""
+"""The groups of a job: the group of all ranks, and in a mesh one for each copy of the model and one for each shard."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from keepstep.sim.cluster.collectives import WORLD
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeshGroup:
-    """One of them."""
+    """A group of a job."""
 
     name: str
-    """As the real registry names it."""
+    """Its name, as in the real registry."""
     members: tuple[int, ...]
-    """Their ranks."""
+    """The ranks of its members."""
     holds_one_shard: bool | None
-    """Whether its members are the replicas of one shard, or hold one copy of the model, in shards; None: the world."""
+    """True: the members are the replicas of one shard. False: they hold one copy of the model. None: the world."""
 
 
 @functools.cache
 def groups_of(shards: tuple[str, ...], has_mesh: bool) -> tuple[MeshGroup, ...]:
-    """All groups of a job.
+    """Returns all groups of a job.
 
     Args:
-        shards: of each rank.
-        has_mesh: see `mesh_groups`.
+        shards: the shard of each rank.
+        has_mesh: whether to include `mesh_groups`.
     """
     world = MeshGroup(WORLD, tuple(range(len(shards))), None)
     return (world, *(mesh_groups(shards) if has_mesh else ()))
 
 
 def mesh_groups(shards: tuple[str, ...]) -> tuple[MeshGroup, ...]:
-    """The groups of HSDP. The n-th ranks of all shards hold the n-th copy.
+    """Returns the groups of HSDP. The n-th ranks of all shards hold the n-th copy of the model.
 
     Args:
-        shards: of each rank.
+        shards: the shard of each rank.
     """
     replicas: dict[str, list[int]] = {}
     copies: dict[int, list[int]] = {}

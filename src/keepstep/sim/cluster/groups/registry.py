@@ -1,15 +1,15 @@
 """The groups of one simulated process: its operations in them, and which of them stay in a recovery.
 
-Like `keepstep.worker.groups.registry`: groups are closed at a stop, claimed if intact, and decided with the same
-`why_rebuilt`. Only the end of an operation is modelled (`keepstep.sim.cluster.collectives`).
+It works like `keepstep.worker.groups.registry`: a stop closes the groups, ranks claim those that are intact, and decide
+with the same `why_rebuilt` which of them stay. `keepstep.sim.cluster.collectives` models when an operation ends.
 
-All ranks have one group, the world. The process decides on its operations there (`enter_world`); restored state and
+All ranks have one group, the world. The process decides on its operations there (`enter_world`). Restored state and
 second copies of snapshots use its connections, too.
 
-In a mesh a step has up to four more operations. At the end of its forward each copy of the model has a broadcast, each
-time from another member, which does not wait for the others. When it begins its backward a member may send a message to
-the next one in its copy, which receives it at the end of its own backward. Then the replicas of each shard reduce their
-gradients.
+In a mesh a step has up to four more operations. At the end of the forward each copy of the model runs a broadcast. Its
+root differs from one to the next, and does not wait for the others. When a member begins its backward, it may send a
+message to the next member of its copy, which receives it at the end of its own backward. Then the replicas of each
+shard reduce their gradients.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from keepstep.sim.world import World
 
 Claims = dict[str, GroupClaim]
-"""By the names of groups: those of one rank."""
+"""Name of a group -> the claim of one rank."""
 
 
 class GroupMember(Protocol):
-    """The process, as its groups know it."""
+    """The interface of a process that its groups use."""
 
     process: int
     cohort: int | None
 
     @property
     def rank(self) -> int:
-        """In the job."""
+        """Its rank in the job."""
 
     @property
     def place(self) -> str:
@@ -47,25 +47,25 @@ class GroupMember(Protocol):
 
     @property
     def step(self) -> int:
-        """That it is in."""
+        """The step that it is in."""
 
     def wait_in(self, key: Key) -> None:
-        """Its training thread waits in an operation from now on, until `SimulatedGroups.ended`."""
+        """Makes its training thread wait in an operation, until `SimulatedGroups.ended`."""
 
 
 @dataclasses.dataclass(slots=True)
 class SimulatedGroup:
-    """What one process has of a group. Operations are counted since the connections were made."""
+    """One process's end of a group. Its counters start at 0 when the connections are made."""
 
     group: MeshGroup
     rank: int
-    """Of this process in the group."""
+    """The rank of this process in the group."""
     cohort: int
-    """That it was connected in; with the group's name that names the connections."""
+    """The cohort in which it was connected. With the group's name it identifies the connections."""
     generation: int
     is_open: bool = True
     is_whole: bool = True
-    """Whether nothing has failed or was broken off on these connections."""
+    """Whether no operation has failed or was interrupted on these connections."""
     collectives: int = 0
     sent: dict[int, int] = dataclasses.field(default_factory=dict)
     received: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -73,43 +73,43 @@ class SimulatedGroup:
     """The operation that this process waits in."""
 
     def close(self) -> None:
-        """No operation begins any more. One that is under way is broken off, with all connections."""
+        """Closes the group for new operations. Interrupts an operation in progress, and breaks all connections then."""
         self.is_open = False
         if self.under_way is not None:
             self.is_whole, self.under_way = False, None
 
     def claim(self) -> GroupClaim | None:
-        """What this process can say of the connections; see `Communicator.claim`."""
+        """Returns this process's claim for the connections, None if they are not intact. See `Communicator.claim`."""
         if self.is_open or not self.is_whole or self.under_way is not None:
             return None
         return GroupClaim(self.generation, self.collectives, dict(self.sent), dict(self.received))
 
 
 class SimulatedGroups:
-    """Those of one process. It has none until it is connected."""
+    """The groups of one process. It has none until it is connected."""
 
     def __init__(self, world: World, member: GroupMember) -> None:
         self._world = world
         self._member = member
         self._groups: dict[str, SimulatedGroup] = {}
         self._to_do: list[Operation] = []
-        """What the script has still to do in them before its phase is over."""
+        """The operations that the script has still to do before its phase is over."""
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """The script begins a step, and with it the forward."""
+        """Begins a step, and with it the forward."""
         self._to_do = [Operation.BROADCAST] if self._world.layout.has_mesh else []
 
     def begin_backward(self) -> None:
-        """The forward is over."""
+        """Begins the backward."""
         self._to_do = [Operation.ALL_REDUCE] if self._world.layout.has_mesh else []
         if self._world.layout.has_mesh and self._world.layout.sends_in_mesh:
             self._send(self._of_kind(holds_one_shard=False))
             self._to_do.insert(0, Operation.RECV)
 
     def waits(self) -> bool:
-        """Goes on with what is to be done before the phase is over; whether the process waits in an operation now."""
+        """Starts the remaining operations of the phase. Returns whether the process waits in one of them now."""
         while self._to_do:
             match self._to_do.pop(0):
                 case Operation.BROADCAST:
@@ -123,12 +123,12 @@ class SimulatedGroups:
         return False
 
     def enter_world(self, step: int, what: str, part: int) -> None:
-        """Gives a part to all ranks and waits for theirs.
+        """Enters a collective of all ranks.
 
         Args:
             step: the step.
-            what: which of its collectives of all ranks.
-            part: what this rank gives.
+            what: which of the step's collectives of all ranks.
+            part: the value that this rank sends.
         """
         world, member = self._groups[WORLD], self._member
         self._check_open(world)
@@ -139,26 +139,26 @@ class SimulatedGroups:
         self._world.collectives.enter(key, member.process, member.rank, member.place, part)
 
     def begin_transfer(self, generation: int, name: str, num_members: int) -> None:
-        """State is to move from or to this process, on the world's connections.
+        """Begins to move state from or to this process, on the world's connections.
 
         Args:
-            generation: of the recovery.
-            name: of the transfer.
-            num_members: how many take part.
+            generation: the generation of the recovery.
+            name: the name of the transfer.
+            num_members: the number of its sources and receivers.
         """
         world = self._groups[WORLD]
         world.under_way = key = (world.cohort, generation, name)
         self._world.oracle.groups.began(WORLD, key, num_members)
 
     def end_transfer(self) -> None:
-        """All of it is there, or sent."""
+        """Ends the transfer: this process has received or sent all of its part."""
         world = self._groups[WORLD]
         if world.under_way is not None:
             self._world.oracle.groups.ended(WORLD, world.under_way)
             world.under_way = None
 
     def begin_second_copy(self) -> None:
-        """A snapshot moves on the world's connections, by a thread whose next message no rank can foresee."""
+        """Marks the world as not intact: a thread sends a snapshot on its connections, at a time unknown to ranks."""
         world = self._groups[WORLD]
         world.is_whole = False
         self._world.oracle.groups.cut(WORLD, world.cohort, self._member.process)
@@ -167,7 +167,7 @@ class SimulatedGroups:
         return next(each for each in self._groups.values() if each.group.holds_one_shard is holds_one_shard)
 
     def _broadcast(self, group: SimulatedGroup) -> bool:
-        """Each time another member gives something to the others; it leaves before they have it, or have come."""
+        """Begins a broadcast, each time from another root. The root leaves before the others receive or even enter."""
         members = group.group.members
         group.collectives += 1
         root = members[group.collectives % len(members)]
@@ -176,21 +176,21 @@ class SimulatedGroups:
         return self._begin(group, key, operation, waits=root != self._member.rank)
 
     def _reduce(self, group: SimulatedGroup) -> bool:
-        """Each member gets what all members give."""
+        """Begins an all-reduce."""
         group.collectives += 1
         key = (group.cohort, group.collectives, group.group.name)
         members = group.group.members
         return self._begin(group, key, GroupOperation(group.group.name, members, len(members)), waits=True)
 
     def _send(self, group: SimulatedGroup) -> None:
-        """A message to the next member is under way, which does not wait for it yet."""
+        """Sends a message to the next member, which does not wait for it yet."""
         to = group.rank + 1
         if to < len(group.group.members):
             number = group.sent[to] = group.sent.get(to, 0) + 1
             self._begin(group, *self._message(group, number, group.rank), waits=False)
 
     def _receive(self, group: SimulatedGroup) -> bool:
-        """Waits for the message of the member before this one."""
+        """Waits for the message of the previous member. Returns whether there is one."""
         source = group.rank - 1
         if source < 0:
             return False
@@ -215,11 +215,11 @@ class SimulatedGroups:
             raise InternalError(f"rank {self._member.rank} begins what is closed: {group}")
 
     def _attempt(self) -> int:
-        """Names the attempt at the step: what is begun in one must never be received in another."""
+        """Returns a number for the attempt at the step. A value of one attempt must never be received in another."""
         return (self._member.cohort or 0) << 32 | self._member.step
 
     def ended(self, key: Key, rows: tuple[int, ...]) -> bool:
-        """An operation that this process waited in has ended; False: it is one of all ranks."""
+        """Ends the operation that this process waited in. Returns False if it is a collective of all ranks."""
         for group in self._groups.values():
             if group.under_way == key:
                 group.under_way = None
@@ -230,7 +230,7 @@ class SimulatedGroups:
         return False
 
     def count(self) -> OperationCount | None:
-        """What the process's page shows of the operation that it waits in; None: it waits in none."""
+        """Returns the counts on the tag page of the operation that the process waits in; None: it waits in none."""
         group = next((each for each in self._groups.values() if each.under_way is not None), None)
         if group is None or group.under_way is None:
             return None
@@ -246,15 +246,15 @@ class SimulatedGroups:
     # ---- a recovery -------------------------------------------------------------------------------------------------
 
     def take_down(self) -> None:
-        """No operation begins any more, and groups with one under way are broken."""
+        """Closes all groups, and breaks those with an operation in progress."""
         for group in self._groups.values():
             group.close()
 
     def claims(self, replaced: Set[int]) -> Claims:
-        """What this process claims when it comes to connect.
+        """Returns the claims with which this process connects.
 
         Args:
-            replaced: ranks that are known to be held by other processes than before.
+            replaced: ranks that are known to be held by other processes than before. Groups with them have no claim.
         """
         possible = {
             name: each.claim() for name, each in self._groups.items() if replaced.isdisjoint(each.group.members)
@@ -265,9 +265,9 @@ class SimulatedGroups:
         """Opens the groups that stay, and connects the others.
 
         Args:
-            generation: the new one.
-            cohort: the one that the process is connected in.
-            said: what each rank has claimed when it came to connect in a cohort.
+            generation: the new generation.
+            cohort: the cohort in which the process is connected.
+            said: cohort -> rank -> its claims.
         """
         claimed = said[cohort]
         mine = claimed[self._member.rank]

@@ -1,1 +1,1 @@
-"""The start-up of simulated scripts, with the controller's real machines."""
+"""The start-up of simulated scripts."""

@@ -6,7 +6,8 @@ import enum
 
 
 class Activity(enum.StrEnum):
-    """What the training thread does when it has been busy for a while; `SimulatedWorker.perform` says how."""
+    """The next activity of the training thread, after the current one has taken its time. See
+    `SimulatedWorker.perform`."""
 
     BUILD = "build"
     WAIT_FOR_RANK = "wait for a rank"

@@ -16,19 +16,19 @@ FETCH_S = 0.3
 
 
 class OnceScript:
-    """Both things, for all processes of a run. Training does not wait for them."""
+    """Requests and performs both actions, for all processes of a run. Training does not wait for them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def ask(self, worker: SimulatedProcess) -> None:
-        """A process begins its start-up."""
+        """Requests both actions for a process that begins its start-up."""
         if self._world.layout.asks_once:
             worker.repeat_report(msg.OnceRequested(worker.number, CLAIM, "claim", "log"))
             worker.repeat_report(msg.OnceRequested(worker.number, HOLD, "hold", "data"))
 
     def answered(self, worker: SimulatedProcess, answer: msg.OnceAnswered) -> None:
-        """The controller's word has come to a process."""
+        """Handles the controller's answer to a process."""
         if not worker.is_alive or not answer.is_mine:
             return
         if answer.request == CLAIM:
@@ -38,7 +38,7 @@ class OnceScript:
             self._world.schedule.after(FETCH_S, Event("once", "fetched", (worker.process,)))
 
     def fetched(self, process: int) -> None:
-        """The holder has done it, if it is still there."""
+        """Reports that the holder has fetched the data, if it is still alive."""
         worker = self._world.workers[process]
         if worker.is_alive:
             self._world.oracle.has_fetched(worker)

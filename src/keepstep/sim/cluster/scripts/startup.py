@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from keepstep.sim.world import World
 
 SHARED = ("group/world", "group/first", "group/second")
-"""What all ranks get alike; rank 0 hands it over. Beyond that each rank has something of its own."""
+"""Names of values that are equal on all ranks. Rank 0 submits them. Each rank has one more name of its own."""
 AGAIN_S = 0.25
 LATE = 0.03
-"""Part of the requests that take up to `LATE_S`."""
+"""Share of the requests and answers that are delayed by up to `LATE_S`."""
 LATE_S = 1.0
 
 
 @dataclasses.dataclass(slots=True)
 class ScriptAsking:
-    """One process at its first step: what it asks the controller, one after the other."""
+    """A process at its first step, with its remaining requests. It sends one at a time."""
 
     process: int
     todo: list[StoreRequested]
 
 
 class StartUpScript:
-    """Of all processes of a run."""
+    """The start-up exchange of all processes of a run."""
 
     def __init__(self, world: World, seed: int) -> None:
         self._world = world
@@ -44,12 +44,12 @@ class StartUpScript:
         self.rng = random.Random(f"start-up of {seed}")
         self._num_requests = 0
         self._asking: dict[int, ScriptAsking] = {}
-        """By process."""
+        """process -> its remaining requests."""
         self._asked: dict[int, tuple[int, StoreRequested]] = {}
-        """Every request there ever was, by its number, with the process."""
+        """Number of a request -> (its process, the request), for all requests of the run."""
 
     def begin(self, worker: SimulatedProcess) -> bool:
-        """A process comes to its first step; whether it has to wait there for the controller's answers.
+        """Begins the exchange of a process at its first step. Returns whether it waits for the controller's answers.
 
         `SimulatedProcess.has_exchanged` is called when it has them.
         """
@@ -88,7 +88,7 @@ class StartUpScript:
         self._asked[request.request] = worker.process, request
         return request
 
-    # ---- on the way -------------------------------------------------------------------------------------------------
+    # ---- in transit -------------------------------------------------------------------------------------------------
 
     def _send(self, process: int) -> None:
         (request, *_) = self._asking[process].todo
@@ -96,7 +96,7 @@ class StartUpScript:
         self._world.schedule.after(AGAIN_S, Event("start-up", "ask_again", (process, request.request)))
 
     def _travel(self, event: Event) -> None:
-        """From a node to the controller, or back."""
+        """Transmits a request or an answer, which may be lost, duplicated or late."""
         network = self._world.layout.network
         if self.rng.random() < max(network.loss, self._world.network.extra_loss):
             return
@@ -106,26 +106,26 @@ class StartUpScript:
             self._world.schedule.after(delay_s + late_s, event)
 
     def arrive(self, process: int, request: StoreRequested) -> None:
-        """A request comes out at the controller, if there still is a way."""
+        """Delivers a request to the controller, if the node can reach it."""
         node = self._world.workers[process].node
         if node.is_up and not self._world.network.is_cut(node.name, CONTROLLER):
             self._world.happen(Event(CONTROLLER, "requested", (node.name, request)))
 
     def answers(self, answer: StoreAnswered) -> None:
-        """The controller transmits an answer."""
+        """Transmits an answer of the controller."""
         process, request = self._asked[answer.request]
         if request.operation == "kept":
             self._world.oracle.start_up.is_given(request.keys[0], answer)
         self._travel(Event("start-up", "answered", (process, answer)))
 
     def answered(self, process: int, answer: StoreAnswered) -> None:
-        """An answer comes out at a node, if there still is a way."""
+        """Delivers an answer to a process, if the controller can reach its node."""
         worker = self._world.workers[process]
         if worker.is_alive and not self._world.network.is_cut(CONTROLLER, worker.node.name):
             worker.is_answered(answer)
 
     def ask_again(self, process: int, number: int) -> None:
-        """A request has had no answer for a while."""
+        """Repeats a request without an answer. Gives up if its generation is over."""
         asking, worker = self._asking.get(process), self._world.workers[process]
         if asking is None or not worker.is_alive or asking.todo[0].request != number:
             return
@@ -137,10 +137,10 @@ class StartUpScript:
     # ---- at the worker ----------------------------------------------------------------------------------------------
 
     def heard(self, process: int, answer: StoreAnswered) -> None:
-        """An answer has come to a process that can move."""
+        """Handles an answer at a process that is neither stopped nor stuck."""
         asking, worker = self._asking.get(process), self._world.workers[process]
         if asking is None or asking.todo[0].request != answer.request:
-            return  # it has come twice, or late
+            return  # a duplicate, or late
         request = asking.todo.pop(0)
         if request.operation == "keep":
             if answer.values is None:
@@ -161,5 +161,5 @@ class StartUpScript:
 
 
 def own_name(rank: int | None) -> str:
-    """Under which a rank's own results are kept."""
+    """Returns the name of a rank's own value."""
     return f"own/{rank}"

@@ -1,7 +1,7 @@
-"""Threads that wait for a gloo send or recv, and are reused.
+"""Reusable threads that wait for a gloo send or recv.
 
-Torch's Python API cannot abort a send or recv, so a thread that waits for one in gloo cannot be released, and it gives
-no future of one. Starting a thread takes longer than a small message.
+Torch's Python API cannot abort a send or recv, so a thread that waits for one in gloo cannot be released. The API has
+no future for one either. Starting a thread takes longer than a small message, so threads are reused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 MAX_IDLE = 16
-"""Threads that are kept: more than a pipeline stage has messages under way with its neighbours."""
+"""Maximum number of idle threads: more than a pipeline stage has messages in flight with its neighbours."""
 
 Task = tuple[Callable[..., None], tuple[object, ...]]
 
@@ -19,7 +19,7 @@ _idle: list[queue.SimpleQueue[Task]] = []
 
 
 def in_background(function: Callable[..., None], *arguments: object) -> None:
-    """Runs it in a thread that does not keep the process from ending."""
+    """Runs a function in a daemon thread."""
     try:
         tasks = _idle.pop()
     except IndexError:
@@ -32,5 +32,5 @@ def _serve(tasks: queue.SimpleQueue[Task]) -> None:
     while len(_idle) < MAX_IDLE:
         function, arguments = tasks.get()
         function(*arguments)
-        del function, arguments  # nothing is kept alive by a thread that rests
+        del function, arguments  # an idle thread keeps nothing alive
         _idle.append(tasks)

@@ -1,8 +1,8 @@
 """One gloo group of one generation, which can be aborted at any time.
 
-All operations in flight end soon after `GlooCommunicator.abort`, also one that gloo itself would let sleep until its
-deadline: when a connection ends, gloo notifies the operations that wait for it, but not the one whose message is partly
-transmitted (``Pair::signalException`` passes over unbound buffers in ``tx_`` and ``rx_``).
+All operations in flight end soon after `GlooCommunicator.abort`. Gloo itself would not end all of them before their
+deadline. When a connection ends, it notifies the operations that wait for the connection, but not the one whose message
+is partly transmitted (``Pair::signalException`` passes over unbound buffers in ``tx_`` and ``rx_``).
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from keepstep.worker.backends.in_flight import OperationsInFlight
 from keepstep.worker.backends.own_traffic import Issue, OwnTraffic, is_raised
 
 FREED_S = 0.003
-"""Within so much gloo frees what it does not forget, measured on 2 cores; what takes longer is freed a little later."""
+"""Time in which gloo ends the operations that it notifies, measured on 2 cores. Slower ones end a little later."""
 POLL_INTERVAL_S = 0.01
-"""Between two looks at gloo's threads. Longer than the 5 ms in which a thread that waits for Python's lock stirs."""
+"""Interval of polling gloo's threads. Longer than the 5 ms after which a thread that waits for the GIL wakes up."""
 
 _UNUSED_TAG = 0x7FFF_FFFF
 """A tag that no message carries."""
 
 
 class GlooCommunicator(OwnTraffic):
-    """One generation's communicator. Collectives are begun by the training thread; the rest is for any thread."""
+    """One generation's communicator. The training thread begins collectives; any thread may call the other methods."""
 
     def __init__(self, name: str, observer: OperationObserver, host: str = LOOPBACK) -> None:
         """Args:
-        name: of the surviving group, for messages.
-        observer: told of operations.
+        name: name of the surviving group, for messages.
+        observer: is notified of operations.
         host: the address of this machine at which the other members reach it.
         """
         self._name = name
@@ -78,7 +78,7 @@ class GlooCommunicator(OwnTraffic):
 
     @property
     def num_begun(self) -> int:
-        """How many operations this rank has begun."""
+        """Number of operations that this rank has begun."""
         return self._in_flight.num_begun
 
     def connect(self, store: Store, rank: int, size: int, connect_deadline: timedelta, timeout: timedelta) -> None:
@@ -88,11 +88,11 @@ class GlooCommunicator(OwnTraffic):
             store: where the members find each other; used by this generation alone.
             rank: this process's rank in the group.
             size: number of members.
-            connect_deadline: for the others to come.
-            timeout: for each operation, as in ``new_group(timeout=...)``.
+            connect_deadline: how long to wait for the other members.
+            timeout: timeout of each operation, as in ``new_group(timeout=...)``.
 
         Raises:
-            RuntimeError: a member did not come in time, or `abort` was called meanwhile.
+            RuntimeError: a member did not connect in time, or `abort` was called meanwhile.
             PeerLost: from ``store``.
         """
         self._rank, self._size = rank, size
@@ -103,10 +103,10 @@ class GlooCommunicator(OwnTraffic):
         self._communicator = communicator
 
     def _built(self, store: Store, connect_deadline: timedelta) -> TorchBackend:
-        """Has another thread build the communicator, and waits for it no longer than the deadline or `abort`.
+        """Builds the communicator in another thread, and waits for it no longer than the deadline or `abort`.
 
-        Of each two members one connects to the other. If it dies before it does, gloo waits in the other, where there
-        is no connection yet that could be cut, for five times its timeout (``Pair::waitUntilConnected``).
+        Of each two members one connects to the other. If it dies before that, gloo waits in the other one for five
+        times its timeout (``Pair::waitUntilConnected``), and there is no connection yet that could be cut.
         """
         return built(
             lambda: _build(store, self._rank, self._size, self._host, connect_deadline),
@@ -118,7 +118,7 @@ class GlooCommunicator(OwnTraffic):
         )
 
     def abort(self) -> None:
-        """Breaks the communicator: a thread that waits in it is freed within milliseconds. Any number of times."""
+        """Aborts the communicator: a thread that waits in it is released within milliseconds. Any number of times."""
         with self._changed:
             first = not self._is_down
             self._is_down = True
@@ -129,10 +129,10 @@ class GlooCommunicator(OwnTraffic):
             threading.Thread(target=self._free_all, args=[communicator], name="keepstep-free", daemon=True).start()
 
     def close(self) -> None:
-        """Has no operation begin any more, and aborts it where one is under way; else its connections stay.
+        """Lets no operation begin any more. Aborts the communicator if one is in flight, else keeps its connections.
 
-        It looks whether one is under way, and calls no callback: what follows when it has ended may be code of the
-        script, which must not run in the thread that brings an order.
+        The check calls no callback: a callback may run code of the script, which must not run in the thread that
+        receives orders.
         """
         with self._changed:
             self._is_closed = True
@@ -141,20 +141,20 @@ class GlooCommunicator(OwnTraffic):
             self.abort()
 
     def claim(self, generation: int) -> GroupClaim | None:
-        """What this rank can say of its connections. None, where they cannot stay; see `Communicator.claim`."""
+        """Returns this rank's claim on its connections. None: they cannot stay; see `Communicator.claim`."""
         with self._changed:
             is_open = self._communicator is None or not self._is_closed
             return None if is_open or self._is_down else self._in_flight.claim(generation)
 
     def reopen(self) -> None:
-        """Operations may begin again."""
+        """Lets operations begin again."""
         with self._changed:
             self._is_closed = False
 
     def _free_all(self, communicator: TorchBackend) -> None:
-        """Ends what gloo does not end: operations under way when its connections are closed and its threads sleep.
+        """Ends operations that gloo does not end, after its connections are closed and while its threads sleep.
 
-        Nothing can wake them then but their deadline, so what they hold is not written any more.
+        Only their deadline can wake these threads then, so they do not write into the tensors any more.
         """
         if self._in_flight.end_within(FREED_S):
             return
@@ -166,50 +166,50 @@ class GlooCommunicator(OwnTraffic):
             work.forget(CommunicatorAborted(f"group {self._name} was aborted"), communicator)
 
     def _close_pairs(self, communicator: TorchBackend) -> None:
-        """Has gloo close every connection by itself, as it does when the deadline of any operation has passed.
+        """Makes gloo close every connection itself, as it does when an operation times out.
 
-        A connection that has ended stays open in gloo while the buffer of a half-read message is gone: its thread then
-        turns in circles, and takes a core.
+        Otherwise an ended connection stays open in gloo while the buffer of a half-read message is gone. Its thread
+        then spins, and takes a core.
         """
         for peer in range(self._size):
             if peer == self._rank:
                 continue
-            with suppress(RuntimeError):  # the deadline; or this one is closed already
+            with suppress(RuntimeError):  # it timed out; or this connection is closed already
                 communicator.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def leave(self) -> None:
-        """Lets the other members know that gloo has closed this one's connections, as it does after a deadline.
+        """Lets the other members notice that gloo has closed this rank's connections, as it does after a timeout.
 
-        What they wait for never comes, and the copies that are held here keep them from noticing.
+        The copies of the connections that are held here keep the other members from noticing.
         """
         self._connections.cut()
 
     def wait_until_quiet(self, deadline_s: float) -> bool:
-        """Waits until nothing is under way any more, so that nothing writes into a tensor later on.
+        """Waits until no operation is in flight, so that nothing writes into a tensor later on.
 
         Returns:
-            False: something did not end in time.
+            False: an operation did not end in time.
         """
         return self._in_flight.end_within(deadline_s)
 
     def look(self) -> None:
-        """Notices which operations have ended. A thread that waits for one gets its error."""
+        """Finds operations that have ended. A thread that waits for one gets its error."""
         self._in_flight.end_within(0.0)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For operations to come."""
+        """Sets the timeout of later operations."""
         if self._communicator is not None:
             self._communicator._set_default_timeout(timeout)
             self._timeout = timeout
 
     def release(self) -> None:
-        """Gives up the communicator, when nothing is under way."""
+        """Releases the communicator, when no operation is in flight."""
         self._connections.cut()
         self._communicator = None
         self._connections.close()
 
     def cause_of(self, error: Exception) -> FailureCause:
-        """Why an operation has failed."""
+        """Returns why an operation has failed."""
         return errors.cause_of(error)
 
     # ---- operations -------------------------------------------------------------------------------------------------
@@ -227,16 +227,16 @@ class GlooCommunicator(OwnTraffic):
         """Begins an operation.
 
         Args:
-            operation: what it is.
+            operation: the kind of operation.
             call: issues it.
-            outputs: what its future holds in the end.
-            on_error: told of the error it ended with, from any thread; see `GlooWork`.
+            outputs: result of its future.
+            on_error: called with its error, from any thread; see `GlooWork`.
             peer: the other side of a send or recv.
-            is_held: makes no difference: operations of gloo's do not wait for each other.
+            is_held: makes no difference: operations of gloo do not wait for each other.
 
         Raises:
-            CommunicatorAborted: the communicator is broken already.
-            RuntimeError, ValueError, TypeError: from ``call``; nothing is under way.
+            CommunicatorAborted: the communicator is aborted already.
+            RuntimeError, ValueError, TypeError: from ``call``; no operation is in flight.
         """
         self._in_flight.look_at_the_oldest()
         work = GlooWork(operation, peer, outputs, self._timeout, on_error, self._observer.awaited, self._ended)
@@ -245,11 +245,11 @@ class GlooCommunicator(OwnTraffic):
         return self._issue(work, communicator, call, self._ended)
 
     def begin_unobserved(self, operation: Operation, call: Issue, tensors: list[Tensor], peer: int) -> GlooWork:
-        """Begins an operation that belongs to nothing the training thread does; see `Communicator.background`.
+        """Begins an operation that is independent of the training thread; see `Communicator.background`.
 
         Args:
             operation, call, peer: as in `begin`.
-            tensors: what its future holds in the end.
+            tensors: result of its future.
         """
         work = GlooWork(operation, peer, tensors, self._timeout, is_raised, _nothing, self._in_flight.leave)
         return self._issue(work, self._enter(work, in_background=True), call, self._in_flight.leave)

@@ -22,7 +22,7 @@ class Connections:
 
     def __init__(self, host: str = LOOPBACK) -> None:
         """Args:
-        host: the address of this machine that gloo was told to use.
+        host: the address of this machine that gloo uses.
         """
         self._host = host
         self._sockets: list[socket.socket] = []
@@ -32,7 +32,7 @@ class Connections:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Takes note of every connection that the block opens; one block at a time in a process."""
+        """Records every connection that the block opens. Only one such block runs at a time in a process."""
         with _building:
             with self._lock:
                 self._before = set(_socket_inodes())
@@ -46,7 +46,7 @@ class Connections:
                         self._shut_down()
 
     def cut(self) -> None:
-        """Ends all traffic, also of a group that is just being built; listening sockets are left alone."""
+        """Shuts down all connections, even of a group that is just being built. Listening sockets stay open."""
         with self._lock:
             self._is_cut = True
             if self._before is not None:
@@ -54,7 +54,7 @@ class Connections:
             self._shut_down()
 
     def close(self) -> None:
-        """Gives the descriptors back; call it when the group itself is gone."""
+        """Closes the descriptors. Call it when the group itself is gone."""
         with self._lock:
             for connection in self._sockets:
                 connection.close()
@@ -74,7 +74,7 @@ class Connections:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
-                continue  # it was closed by the peer, which is what we want
+                continue  # the peer has closed it already
 
 
 def _socket_inodes() -> dict[str, int]:
@@ -84,16 +84,16 @@ def _socket_inodes() -> dict[str, int]:
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:
-            continue  # closed while we were looking
+            continue  # closed meanwhile
         if target.startswith("socket:["):
             found[target[8:-1]] = int(name)
     return found
 
 
 def _own_copy(descriptor: int, host: str) -> socket.socket | None:
-    """A duplicate of a connection of gloo's, or None for anything else.
+    """Returns a duplicate of a connection of gloo's, or None for any other descriptor.
 
-    The duplicate outlives the number's reuse.
+    The duplicate stays valid when the number is reused.
     """
     try:
         connection = socket.socket(fileno=os.dup(descriptor))
@@ -106,11 +106,11 @@ def _own_copy(descriptor: int, host: str) -> socket.socket | None:
 
 
 def _is_of_gloo(connection: socket.socket, host: str) -> bool:
-    """Whether it can be one of gloo's: they go from the address that it uses, on one machine to the same address."""
+    """Whether a connection can be gloo's: it begins at gloo's address and, on a single node, also ends there."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
         return False
     try:
         own, peer = connection.getsockname()[0], connection.getpeername()[0]
     except OSError:
-        return False  # not connected: it listens, or has ended
+        return False  # not connected: a listening socket, or a connection that has ended
     return own == host and (peer == host or host != LOOPBACK)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from keepstep.worker.backends.communicator import FailureCause
 
 RAISED = (RuntimeError, ValueError, TypeError, IndexError)
-"""What torch's C++ errors become in Python."""
+"""The types in Python of errors of torch's C++ code."""
 
 
 def cause_of(error: Exception) -> FailureCause:
-    """Tells from its text why an operation has failed."""
+    """Returns why an operation has failed, from the text of its error."""
     message = str(error)
     if "Timed out waiting" in message or "Application timeout" in message:
         return FailureCause.DEADLINE

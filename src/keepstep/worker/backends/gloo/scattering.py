@@ -1,9 +1,10 @@
-"""Torch's gloo backend, with what it lacks: reduce_scatter whose handle tells of its end, and messages of a GPU.
+"""Torch's gloo backend, with two additions: a reduce_scatter whose handle has a future, and messages of a GPU.
 
-Torch's handle has no future, so a thread of its own would have to wait for each. Like torch 2.13's these reduce a copy
-of the inputs and then copy this rank's part; the bits are the same (`tests/worker/groups/test_as_torch_has_it.py`).
+Torch's handle has no future, so a separate thread would have to wait for each. Like torch 2.13's, these methods reduce
+a copy of the inputs and then copy this rank's part; the bits are the same
+(`tests/worker/groups/test_as_torch_has_it.py`).
 
-Gloo sends and receives host memory alone: ``ProcessGroupGloo::send`` hands over the tensor's address, wherever that is.
+Gloo sends and receives only host memory: ``ProcessGroupGloo::send`` passes on the tensor's address, wherever that is.
 So a message of a GPU goes through a copy in host memory. Not tested on a GPU.
 """
 
@@ -29,7 +30,7 @@ class ScatteringGloo(ProcessGroupGloo):
     """Torch's gloo backend, except for reduce_scatter, and sends and receives of tensors on a GPU."""
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        """Reduces each of ``inputs[0]`` to the rank of its place. What torch refuses is left to torch to refuse."""
+        """Reduces each of ``inputs[0]`` to the rank of its place. Torch itself refuses invalid arguments."""
         if len(outputs) != 1 or len(inputs) != 1 or len(inputs[0]) != self.size():
             return _gloo(super()).reduce_scatter(outputs, inputs, opts)
         parts = [part.clone() for part in inputs[0]]
@@ -51,15 +52,15 @@ class ScatteringGloo(ProcessGroupGloo):
         return CopyingWork([work], whole.chunk(self.size())[self.rank()], output)
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
-        """Sends a copy in host memory of what is on a GPU. Gloo's handle keeps that copy alive."""
+        """Sends tensors on a GPU through a copy in host memory. Gloo's handle keeps that copy alive."""
         return _gloo(super()).send([tensor.detach().cpu() for tensor in tensors], destination, tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
-        """Receives in host memory what belongs on a GPU."""
+        """Receives a tensor on a GPU through host memory."""
         return self._received(tensors, lambda hosts: _gloo(super(ScatteringGloo, self)).recv(hosts, source, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
-        """As `recv`."""
+        """Same as `recv`, from any rank."""
         return self._received(tensors, lambda hosts: _gloo(super(ScatteringGloo, self)).recv_anysource(hosts, tag))
 
     def _received(self, tensors: list[Tensor], receive: Callable[[list[Tensor]], dist.Work]) -> dist.Work:
@@ -82,23 +83,23 @@ def _is_part(output: Tensor, source: Tensor, size: int) -> bool:
 
 
 class CopyingWork(dist.Work):
-    """The handle of operations behind which a tensor is copied, once, by the one who has waited for them."""
+    """The handle of operations after which a tensor is copied, once, by the thread that has waited for them."""
 
     def __init__(self, works: Sequence[dist.Work], source: Tensor, output: Tensor) -> None:
         """Args:
         works: gloo's handles.
-        source: what they reduce; as many elements as ``output``.
-        output: where `copy` puts it.
+        source: the tensor that they write, with as many elements as ``output``.
+        output: the tensor that `copy` writes.
         """
         super().__init__()
         self._works = works
         self._source, self._output = source, output
 
     def copy(self) -> None:
-        """Writes the output. The operations have ended well.
+        """Writes the output, after the operations have succeeded.
 
-        It is the thread that learns of their end first, so modes of a thread must not see it: selective activation
-        checkpointing counts the operations that it sees, in forward and once more.
+        The first thread that learns of their end calls it. Dispatch modes of that thread must not see the copy:
+        selective activation checkpointing counts the operations that it sees, in the forward and in its repetition.
         """
         with torch._C._DisableTorchDispatch():
             self._output.copy_(self._source.view_as(self._output))
@@ -110,11 +111,11 @@ class CopyingWork(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Done when the operations have ended; in the error of the first that failed."""
+        """Returns a future that completes when the operations have ended, with the error of the first that failed."""
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(_raise_errors)
 
     def is_completed(self) -> bool:
-        """Whether they have ended."""
+        """Whether the operations have ended."""
         return all(work.is_completed() for work in self._works)
 
     def _source_rank(self) -> int:

@@ -1,4 +1,4 @@
-"""The threads that run the collectives of one gloo communicator, watched from outside."""
+"""Observes the threads that run the collectives of one gloo communicator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _NAME = "pt_gloo_runloop"
-"""What torch calls the threads that run a communicator's collectives."""
+"""The name that torch gives the threads that run a communicator's collectives."""
 _SHOWN = ("Name", "State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 
 
@@ -21,15 +21,15 @@ class GlooThreads:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Takes note of every thread that the block starts."""
+        """Records every thread that the block starts."""
         before = set(os.listdir("/proc/self/task"))
         yield
         self._threads = [thread for thread in os.listdir("/proc/self/task") if thread not in before]
 
     def have_rested(self) -> bool:
-        """Whether none of them has run since the last call, and all of them sleep.
+        """Whether all threads sleep, and none of them has run since the last call.
 
-        A thread that merely lost its core is runnable, and one that ran in between has switched: neither rests.
+        A thread that was preempted is runnable, and one that ran in between has context switches: neither rests.
         """
         now = [look for thread in self._threads if (look := _look(thread))["Name"] == _NAME]
         rested = now == self._before and all(look["State"].startswith("S") for look in now)
@@ -38,7 +38,7 @@ class GlooThreads:
 
 
 def _look(thread: str) -> dict[str, str]:
-    """Name, state and number of switches of one thread."""
+    """Name, state and number of context switches of one thread."""
     try:
         lines = Path(f"/proc/self/task/{thread}/status").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

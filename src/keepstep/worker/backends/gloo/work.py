@@ -19,18 +19,18 @@ from keepstep.worker.backends.gloo.errors import RAISED
 from keepstep.worker.backends.gloo.scattering import CopyingWork
 
 SHORT = timedelta(milliseconds=10)
-"""How long a thread waits in gloo itself, where only gloo can wake it. The end of that wait is an exception in C++ and
-takes a tenth of a millisecond."""
+"""How long a thread waits in gloo itself, where only gloo can wake it. The timeout is an exception in C++ and takes a
+tenth of a millisecond."""
 
 _SILENT = frozenset({Operation.SEND, Operation.RECV})
-"""Gloo has no future for them: only a thread that waits learns of their end."""
+"""Gloo has no future for these: only a thread that waits learns of their end."""
 
 
 class GlooWork(dist.Work):
-    """An operation on its way in the inner group. It ends once: with gloo's answer, or because it was forgotten.
+    """An operation in flight in the inner group. It ends once: with gloo's result, or by `forget`.
 
-    A thread that waits for it waits in gloo itself at first, since a small collective ends within microseconds. What
-    takes longer is left to gloo's own thread, so that `forget` can free the waiting one.
+    A thread that waits for it first waits in gloo itself, since a small collective ends within microseconds. After
+    that, gloo's own thread reports the end, so that `forget` can release the waiting thread.
     """
 
     def __init__(
@@ -44,20 +44,20 @@ class GlooWork(dist.Work):
         on_end: Callable[[GlooWork], None],
     ) -> None:
         """Args:
-        operation: what it is.
+        operation: the kind of operation.
         peer: the other side of a send or recv.
-        outputs: what the future holds when it is done.
-        timeout: of the group; gloo takes that of connecting for a send and a recv.
+        outputs: result of the future.
+        timeout: timeout of the group. For a send and a recv gloo would use that of connecting.
         on_error: see `OnError`.
-        on_awaited: called once at most, when something waits for it or asks after it before it has ended.
+        on_awaited: called at most once, when a caller waits for the operation, or polls it, before it has ended.
         on_end: called once, after these, from any thread.
         """
         super().__init__()
         self.operation, self.peer = operation, peer
         self.was_awaited = False
-        """Whether ``on_awaited`` was called; it does not change any more from ``on_end`` on."""
+        """Whether ``on_awaited`` was called. Final when ``on_end`` is called."""
         self.has_failed = False
-        """Whether it has ended in an error; it does not change any more from ``on_end`` on."""
+        """Whether the operation has failed. Final when ``on_end`` is called."""
         self._outputs = outputs
         self._device = _gpu_of(outputs)
         self._timeout = timeout
@@ -71,21 +71,22 @@ class GlooWork(dist.Work):
         self._is_silent = operation in _SILENT
         self._is_followed = False
         self._asked_by: int | None = None
-        """The thread that asks for gloo's future at this moment."""
+        """The thread that is registering a callback on gloo's future at this moment."""
         self._answered_by: int | None = None
-        """Gloo's thread that has told of the end. Its future is done then, and its handle will be a little later, when
-        that thread has told torch's profiler, which must not be told of an operation of a profile that has ended."""
+        """Gloo's thread that has reported the end. Gloo's future is complete then; its handle completes a little later,
+        after that thread has notified torch's profiler. The profiler must not be notified of an operation of a profile
+        that has ended."""
         self._claimed = threading.Lock()
         self._running = threading.Lock()
-        """Held until it has ended. Waiting for a lock costs a fraction of waiting for a future."""
+        """Held until the operation has ended. Waiting for a lock costs a fraction of waiting for a future."""
         self._running.acquire()
         self._changing = threading.Lock()
         self._end: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Any] | None = None
-        """Made when it is asked for."""
+        """Created on demand."""
 
     def follow(self, issued: dist.Work, communicator: TorchBackend) -> None:
-        """Takes on gloo's handle, which may be done already."""
+        """Sets gloo's handle, which may be complete already."""
         self._issued = issued
         if self._is_silent:
             in_background(self._wait_for_gloo, issued, communicator)
@@ -93,7 +94,7 @@ class GlooWork(dist.Work):
             in_background(_outlive, issued, communicator)
 
     def look(self) -> bool:
-        """Whether it has ended, gloo's handle being asked; without waiting."""
+        """Polls gloo's handle, without waiting. Returns whether the operation has ended."""
         issued = self._issued
         if not self._ended and not self._is_silent and issued is not None and issued.is_completed():
             self._conclude(issued.wait)
@@ -101,12 +102,12 @@ class GlooWork(dist.Work):
 
     @property
     def is_through(self) -> bool:
-        """Whether gloo is through with it, well or not. The look calls no callback: it may come from any thread."""
+        """Whether gloo has finished it, with or without an error. Calls no callback, so any thread may call it."""
         issued = self._issued
         return self._ended or (not self._is_silent and issued is not None and issued.is_completed())
 
     def _have_gloo_tell(self) -> None:
-        """Has gloo's thread tell of the end, once: from here on something depends on it that does not wait in gloo."""
+        """Makes gloo's thread report the end, once: from here on a caller depends on it that does not wait in gloo."""
         if self._is_silent or self._issued is None:
             return
         with self._changing:
@@ -118,7 +119,7 @@ class GlooWork(dist.Work):
         self._asked_by = None
 
     def _told(self, future: torch.futures.Future[Any]) -> None:
-        if self._issued is not None and self._asked_by == threading.get_ident():  # it was done when it was asked for
+        if self._issued is not None and self._asked_by == threading.get_ident():  # it was complete already
             self._conclude(self._issued.wait)
             return
         self._answered_by = threading.get_ident()
@@ -136,7 +137,7 @@ class GlooWork(dist.Work):
             self._finish(None)
 
     def forget(self, error: Exception, communicator: TorchBackend) -> None:
-        """Ends it although gloo does not, whose threads sleep; the communicator lives on until they end."""
+        """Ends the operation although gloo, whose threads sleep, does not. The communicator lives until they end."""
         if self._issued is not None:
             in_background(_outlive, self._issued, communicator)
         self._finish(error)
@@ -165,10 +166,10 @@ class GlooWork(dist.Work):
                 end.set_result(None)
 
     def _complete_on_device(self, device: torch.device) -> None:
-        """Waits until what gloo has copied to a GPU is there.
+        """Waits until gloo's copies to a GPU are complete.
 
-        Gloo's handle ends when the copies are queued on streams of its own (``AsyncAllreduceCUDAWork`` in torch's
-        ProcessGroupGlooCuda.cpp), and waiting for it holds up the current stream of the thread that waits. Here the
+        Gloo's handle ends when the copies are queued on gloo's own streams (``AsyncAllreduceCUDAWork`` in torch's
+        ProcessGroupGlooCuda.cpp), and waiting for it only blocks the current stream of the waiting thread. Here the
         host waits, so that every thread and every stream finds the tensors written afterwards.
         """
         if self._issued is not None:
@@ -176,8 +177,8 @@ class GlooWork(dist.Work):
         torch.cuda.current_stream(device).synchronize()
 
     def _await(self) -> None:
-        """The program depends on the end of this operation from here on. One that it never asks after it cannot wait
-        for, so a rank that stands still beside it stands still for a reason of its own."""
+        """Records that the program now depends on the end of this operation. An operation that the program never waits
+        for or polls cannot be the reason why its rank stands still."""
         with self._changing:
             if not (self.was_awaited or self._ending):
                 self.was_awaited = True
@@ -187,7 +188,7 @@ class GlooWork(dist.Work):
         """Waits until the operation has ended.
 
         Raises:
-            RuntimeError: the error it ended with, where the group does not echo; or ``timeout`` has passed.
+            RuntimeError: the operation has failed and the group does not echo; or ``timeout`` has passed.
         """
         if not self._ended:
             self._await()
@@ -204,14 +205,14 @@ class GlooWork(dist.Work):
         return True
 
     def _wait_in_gloo(self) -> None:
-        """Waits a little where gloo itself wakes the thread."""
+        """Waits for a short time in gloo, which wakes the thread itself."""
         issued = self._issued
         if self._is_silent or issued is None:
             return
         try:
             issued.wait(SHORT)
         except RAISED:
-            self.look()  # not `error`: it may be the end of this wait
+            self.look()  # not the error: it may be the timeout of this wait
         else:
             self._finish(None)
 
@@ -222,13 +223,13 @@ class GlooWork(dist.Work):
         self._running.release()
 
     def _wait_for_handle(self) -> None:
-        if self._issued is not None and self._answered_by != threading.get_ident():  # it may call this from a callback
-            with suppress(*RAISED):  # it is known, and raised where it should be
+        if self._issued is not None and self._answered_by != threading.get_ident():  # gloo's thread must not wait here
+            with suppress(*RAISED):  # the error is known, and raised elsewhere
                 self._issued.wait()
             self._answered_by = None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the outputs, which C++ may wait for unseen."""
+        """Returns a future of the outputs. C++ may wait for it without a call to this class."""
         self._await()
         with self._changing:
             if self._future is None:
@@ -248,7 +249,7 @@ class GlooWork(dist.Work):
         return self._outputs
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended; a program that asks may go on asking until it has."""
+        """Whether the operation has ended. A program that polls may wait for it in this way."""
         if not self._ended:
             self._await()
             self.look()
@@ -261,14 +262,14 @@ class GlooWork(dist.Work):
         return self.look() and self._error is None
 
     def exception(self) -> Exception | None:
-        """The error that waiting raises, if it has ended in one."""
+        """The error that waiting raises, if the operation has failed."""
         return self._error
 
     def result(self) -> Outputs:
         """The outputs.
 
         Raises:
-            RuntimeError: the operation has not ended, or in an error.
+            RuntimeError: the operation has not ended, or has failed.
         """
         if not self.look():
             raise RuntimeError(
@@ -279,7 +280,7 @@ class GlooWork(dist.Work):
         return self._outputs
 
     def synchronize(self) -> None:
-        """As `wait`, as on gloo: there is no stream."""
+        """Same as `wait`, as with gloo: there is no stream."""
         self.wait()
 
     def _source_rank(self) -> int:
@@ -288,12 +289,12 @@ class GlooWork(dist.Work):
 
 
 def _gpu_of(outputs: Outputs) -> torch.device | None:
-    """The GPU that the outputs are on; None where they are on the CPU."""
+    """The GPU of the outputs; None if they are on the CPU."""
     first = first_tensor(outputs)
     return first.device if first is not None and first.is_cuda else None
 
 
 def _outlive(issued: dist.Work, _kept_alive: TorchBackend) -> None:
-    """Waits for gloo's own deadline. To destroy the communicator before would be to wait for it there."""
+    """Keeps the communicator alive until gloo's own deadline. Destroying it earlier would block until then."""
     with suppress(*RAISED):
         issued.wait()

@@ -1,8 +1,8 @@
 """One NCCL group of one generation, which can be aborted at any time.
 
-``ProcessGroupNCCL::abort`` ends NCCL's kernels, so that what is queued after them on the streams goes on, with
-garbage. It waits for them, so a separate thread calls it. NCCL itself does not detect a lost peer if the data travels
-through memory: the agents do, and the group is aborted.
+``ProcessGroupNCCL::abort`` ends NCCL's kernels. Kernels that are queued after them on the streams then run, on garbage.
+The call blocks until NCCL's kernels have ended, so a separate thread makes it. NCCL itself does not detect a lost peer
+if the data travels through memory: the agents detect it, and keepstep aborts the group.
 """
 
 from __future__ import annotations
@@ -37,25 +37,24 @@ from keepstep.worker.backends.nccl.work import NcclWork
 from keepstep.worker.backends.own_traffic import Issue, OwnTraffic, is_raised
 
 ISSUING_S = 0.2
-"""How long an abort lets a thread finish that is in a call of NCCL's. Such a call takes microseconds, and NCCL's abort
-frees what it works with; one that waits in NCCL for a peer is freed by the abort alone."""
+"""How long an abort waits for a thread that is in a call of NCCL. Such a call takes microseconds, and NCCL's abort
+frees memory that the call uses. A call that waits in NCCL for a peer is released only by the abort."""
 ABORT_DEADLINE = timedelta(minutes=10)
-"""For torch's abort, which otherwise has the timeout of operations and raises after its end where that was shorter."""
+"""Timeout of torch's abort, instead of that of operations: the abort raises after its end if it took longer."""
 
 
 class NcclCommunicator(OwnTraffic):
-    """One generation's communicator, on one device. Operations are begun by the training thread; the rest may come from
-    any thread.
+    """One generation's communicator, on one device. The training thread begins operations.
 
-    All members have to begin their operations in the same order, those of `background` among them: one stream carries
-    all. keepstep's own traffic goes by the CPU's communicator for that reason.
+    Any thread may call the other methods. All members must begin their operations in the same order, including those of
+    `background`, because one stream carries all. For that reason keepstep's own traffic uses the CPU's communicator.
     """
 
     def __init__(self, name: str, observer: OperationObserver, device: StreamDevice) -> None:
         """Args:
-        name: of the surviving group, for messages.
-        observer: told of operations.
-        device: the one whose tensors it carries.
+        name: name of the surviving group, for messages.
+        observer: is notified of operations.
+        device: the device whose tensors it carries.
         """
         self._name = name
         self._observer = observer
@@ -68,11 +67,11 @@ class NcclCommunicator(OwnTraffic):
         self._changed = threading.Condition()
         self._in_flight: OperationsInFlight[NcclWork] = OperationsInFlight(self._changed)
         self._held: list[tuple[NcclWork, Issue]] = []
-        """A batch's operations up to now. The training thread alone has to do with them."""
+        """The held operations of the current batch. Only the training thread uses them."""
         self._failed: list[NcclWork] = []
-        """Operations that have ended in an error. The device may still be in their kernels."""
+        """Operations that have failed. The device may still run their kernels."""
         self._untold: list[NcclWork] = []
-        """Those of the training thread whose error no thread was told of yet."""
+        """Failed operations of the training thread whose error was not raised yet."""
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -83,20 +82,20 @@ class NcclCommunicator(OwnTraffic):
 
     @property
     def num_begun(self) -> int:
-        """How many operations this rank has begun."""
+        """Number of operations that this rank has begun."""
         return self._in_flight.num_begun
 
     def connect(self, store: Store, rank: int, size: int, connect_deadline: timedelta, timeout: timedelta) -> None:
         """Builds the communicator, together with all other members; see `Communicator.connect`.
 
-        NCCL cannot be woken while it waits for another member, so the thread that builds is left to itself after the
+        A thread that waits in NCCL for another member cannot be woken, so the building thread is abandoned after the
         deadline or an abort.
 
         Args:
             store, rank, size, connect_deadline, timeout: as there.
 
         Raises:
-            RuntimeError: a member did not come in time, or `abort` was called meanwhile.
+            RuntimeError: a member did not connect in time, or `abort` was called meanwhile.
             PeerLost: from ``store``.
         """
         connecting = ConnectingStore(store)
@@ -114,11 +113,11 @@ class NcclCommunicator(OwnTraffic):
         with self._changed:
             self._timeout = timeout
             self._backend = backend
-            if self._is_down:  # just now, when there was nothing yet to abort
+            if self._is_down:  # aborted before there was a backend to abort
                 self._begin_to_abort(backend)
 
     def abort(self) -> None:
-        """Breaks the communicator; it waits for nothing. Any number of times."""
+        """Aborts the communicator. Does not block. Any number of times."""
         with self._changed:
             first = not self._is_down
             self._is_down = True
@@ -131,7 +130,7 @@ class NcclCommunicator(OwnTraffic):
         threading.Thread(target=self._abort, args=[backend], name="keepstep-abort", daemon=True).start()
 
     def _abort(self, backend: NcclBackend) -> None:
-        """Ends NCCL's kernels. This thread holds the group: its last owner waits for torch's watchdog to end."""
+        """Ends NCCL's kernels. This thread keeps the group alive: its last owner waits for torch's watchdog to end."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_issuing, ISSUING_S)
         try:
@@ -144,9 +143,9 @@ class NcclCommunicator(OwnTraffic):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Has no operation begin any more, and aborts it where one is under way; else its connections stay.
+        """Lets no operation begin any more. Aborts the communicator if one is in flight, else keeps its connections.
 
-        It looks whether one is under way, and calls no callback; see `GlooCommunicator.close`.
+        The check calls no callback; see `GlooCommunicator.close`.
         """
         with self._changed:
             self._is_closed = True
@@ -155,36 +154,36 @@ class NcclCommunicator(OwnTraffic):
             self.abort()
 
     def _is_whole(self) -> bool:
-        """Whether this rank has not left, and torch's watchdog has found nothing."""
+        """Whether this rank has not left, and torch's watchdog has found no error."""
         return self._backend is not None and not self._has_left and self._backend.get_error() == ErrorType.SUCCESS
 
     def claim(self, generation: int) -> GroupClaim | None:
-        """What this rank can say of its connections. None, where they cannot stay; see `Communicator.claim`."""
+        """Returns this rank's claim on its connections. None: they cannot stay; see `Communicator.claim`."""
         with self._changed:
             may_stay = self._is_closed and not self._is_down and self._is_whole()
             return self._in_flight.claim(generation) if may_stay else None
 
     def reopen(self) -> None:
-        """Operations may begin again."""
+        """Lets operations begin again."""
         with self._changed:
             self._is_closed = False
 
     def leave(self) -> None:
-        """Ends this rank's connections. A member to which memory carries the data waits for its own deadline, or for
-        the agents to find out: NCCL tells it nothing."""
+        """Closes this rank's connections. NCCL does not notify a member whose data travels through memory: that member
+        waits for its own deadline, or until the agents detect the failure."""
         with self._changed:
             if self._backend is not None and not (self._is_down or self._has_left):
                 self._has_left = True
                 self._begin_to_abort(self._backend)
 
     def wait_until_quiet(self, deadline_s: float) -> bool:
-        """Waits until nothing is under way any more, on the device too, so that nothing writes into a tensor later on.
+        """Waits until no operation is in flight, on the device too, so that nothing writes into a tensor later on.
 
         Returns:
-            False: something did not end in time, or NCCL could not be aborted.
+            False: an operation did not end in time, or NCCL could not be aborted.
         """
         until_s = time.monotonic() + deadline_s
-        if self._is_down:  # what was not complete before counts as broken
+        if self._is_down:  # an operation that was not complete before counts as failed
             for work in self._in_flight.all():
                 work.fail(self._aborted())
         if not self._in_flight.end_within(deadline_s):
@@ -196,7 +195,7 @@ class NcclCommunicator(OwnTraffic):
         return self._is_device_through_by(until_s)
 
     def _is_device_through_by(self, until_s: float) -> bool:
-        """Whether the kernels of operations that have failed have ended."""
+        """Waits until the kernels of failed operations have ended. Returns whether they have by ``until_s``."""
         with self._changed:
             failed = list(self._failed)
         if not failed:
@@ -215,11 +214,12 @@ class NcclCommunicator(OwnTraffic):
         return True
 
     def look(self) -> None:
-        """Notices which operations have ended; see `Communicator.look`. Each error is raised once, and that of an
-        abort never: the code that aborts a group knows of it.
+        """Finds operations that have ended; see `Communicator.look`.
+
+        It raises each error once, but never that of an abort, since the code that aborts a group knows of it.
 
         Raises:
-            RuntimeError: an error that no thread was told of.
+            RuntimeError: an error that was not raised yet.
         """
         self._in_flight.end_within(0.0)
         while self._untold:
@@ -230,14 +230,14 @@ class NcclCommunicator(OwnTraffic):
                 raise error
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For operations to come."""
+        """Sets the timeout of later operations."""
         if self._backend is not None:
             self._backend._set_default_timeout(timeout)
             self._timeout = timeout
 
     def release(self) -> None:
-        """Gives up the communicator, when nothing is under way. One that is whole is aborted in the background, which
-        needs no other member."""
+        """Releases the communicator, when no operation is in flight. An intact communicator is aborted in the
+        background, which needs no other member."""
         self.abort()
         with self._changed:
             backend, self._backend = self._backend, None
@@ -245,7 +245,7 @@ class NcclCommunicator(OwnTraffic):
             _in_a_thread(_drop, backend)
 
     def cause_of(self, error: Exception) -> FailureCause:
-        """Why an operation has failed."""
+        """Returns why an operation has failed."""
         return errors.cause_of(error)
 
     # ---- operations -----------------------------------------------------------------------------------------------
@@ -262,16 +262,16 @@ class NcclCommunicator(OwnTraffic):
     ) -> NcclWork:
         """Begins an operation on the current stream; see `Communicator.begin`.
 
-        One stream carries all, so a send waits in it for the peer's receive: two ranks that both send first would wait
-        for ever. NCCL carries out the operations of a batch at once.
+        One stream carries all operations, so a send waits in it for the peer's receive: two ranks that both send first
+        would wait for ever. NCCL executes the operations of a batch together.
 
         Args:
             operation, call, outputs, on_error, peer, is_held: as there.
 
         Raises:
             CommunicatorAborted, CommunicatorBroken, OperationTimedOut: the communicator is broken already.
-            UsageError: the current stream is recorded into a CUDA graph, or the tensors are on another device.
-            RuntimeError, ValueError, TypeError: from ``call``; nothing is under way.
+            UsageError: a CUDA graph captures the current stream, or the tensors are on another device.
+            RuntimeError, ValueError, TypeError: from ``call``; no operation is in flight.
         """
         self._refuse(outputs)
         self._in_flight.look_at_the_oldest()
@@ -302,7 +302,7 @@ class NcclCommunicator(OwnTraffic):
             )
 
     def begin_unobserved(self, operation: Operation, call: Issue, tensors: list[Tensor], peer: int) -> NcclWork:
-        """Begins an operation that belongs to nothing the training thread does; see `OwnTraffic.begin_unobserved`."""
+        """Begins an operation that is independent of the training thread; see `OwnTraffic.begin_unobserved`."""
         work = NcclWork(operation, peer, tensors, is_raised, _nothing, self._left, self._judge)
         return self._issue([(work, call)], self._enter(work, in_background=True), self._left)
 
@@ -318,7 +318,7 @@ class NcclCommunicator(OwnTraffic):
     def _issue(
         self, batch: Sequence[tuple[NcclWork, Issue]], backend: NcclBackend, on_end: Callable[[NcclWork], None]
     ) -> NcclWork:
-        """Issues the operations of a batch together; the last one is the one that the caller is about to return."""
+        """Issues the operations of a batch together. Returns the last one, which the caller of `begin` gets."""
         work = batch[-1][0]
         try:
             issued = _issued(backend, [call for _work, call in batch])
@@ -339,10 +339,10 @@ class NcclCommunicator(OwnTraffic):
         return work
 
     def _judge(self, work: NcclWork) -> Exception | None:
-        """The error of an operation in a communicator that is not whole: it may be complete because it was broken.
+        """Returns the error of an operation if the communicator is broken: the operation may be complete only for that.
 
-        What breaks a communicator is known before it does: this class's own flags, and the watchdog's error. So an
-        operation that is complete while neither is there has ended well, if its own handle knows no error.
+        The cause is known before the communicator breaks: this class's flags, or the watchdog's error. So an operation
+        that is complete while neither is set has succeeded, if its own handle has no error.
         """
         backend = self._backend
         if self._is_down or backend is None:
@@ -377,8 +377,10 @@ class NcclCommunicator(OwnTraffic):
 
 
 def _issued(backend: NcclBackend, calls: Sequence[Issue]) -> dist.Work:
-    """Torch's handle of an operation, or of several as one. What was opened is closed, or NCCL would hold back all that
-    this thread issues later."""
+    """Issues one or several operations. Returns torch's handle of all of them.
+
+    It always closes the batch that it opens. Otherwise NCCL would hold back all that this thread issues later.
+    """
     if len(calls) == 1:
         return calls[0](backend)
     backend._start_coalescing()
@@ -391,7 +393,7 @@ def _issued(backend: NcclBackend, calls: Sequence[Issue]) -> dist.Work:
 
 
 def _fail_all(held: Sequence[tuple[NcclWork, Issue]], error: Exception) -> None:
-    """Ends operations that were not issued, in an error that another one of their batch raises."""
+    """Ends operations that were not issued, with the error that another one of their batch raises."""
     for work, _call in held:
         work.was_told = True
         work.fail(error)
@@ -402,7 +404,7 @@ def _in_a_thread(function: Callable[..., None], *arguments: object) -> None:
 
 
 def _drop(_backend: NcclBackend) -> None:
-    """The last owner of a group waits for the threads that torch has started for it."""
+    """Drops the last reference to a group, which waits for the threads that torch has started for it."""
 
 
 def _nothing() -> None:

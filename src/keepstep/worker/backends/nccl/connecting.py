@@ -8,25 +8,27 @@ from torch._C._distributed_c10d import Store
 
 
 class ConnectingStore(Store):
-    """Passes on what connecting asks of a store, until that is over, and raises from then on.
+    """Forwards store operations while a group connects, and raises from then on.
 
-    Torch keeps a group's store, and its watchdog writes there when an operation has failed, for other ranks to write
-    what they know to files (``ProcessGroupNCCL::broadcastDumpSignal``). keepstep has ended the generation by then, and
-    no rank reads it; a watchdog that waits for an answer would keep the group from being given up. Torch catches what
-    is raised here, and writes it to its log. Where TORCH_DISTRIBUTED_DEBUG=DETAIL has the watchdog note every
-    operation in the store, the first error ends that (``DesyncDebugger::logWorkStart``), which must be: its report asks
-    the store under a lock that `get_error` waits for.
+    Torch keeps a group's store. When an operation has failed, torch's watchdog writes there, so that other ranks write
+    their records to files (``ProcessGroupNCCL::broadcastDumpSignal``). keepstep has ended the generation by then, and
+    no rank reads it; a watchdog that waits for an answer would keep the group from being released. Torch catches the
+    error that is raised here, and writes it to its log.
+
+    With TORCH_DISTRIBUTED_DEBUG=DETAIL the watchdog records every operation in the store. The first error ends that
+    (``DesyncDebugger::logWorkStart``). This is necessary: its report calls the store under a lock that `get_error`
+    waits for.
     """
 
     def __init__(self, store: Store) -> None:
         """Args:
-        store: where the members find each other. It is kept alive, which C++ alone would not do.
+        store: the store in which the members find each other. It is kept alive here, which C++ alone would not do.
         """
         super().__init__()
         self._store: Store | None = store
 
     def close(self) -> None:
-        """The group is connected, or has given up: from here on nothing is there, and nothing can be set."""
+        """Ends the forwarding, when the group has connected or failed to. From here on no key is set or can be set."""
         self._store = None
 
     def _open(self, key: str) -> Store:
@@ -51,11 +53,11 @@ class ConnectingStore(Store):
         return self._open(key).get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys are set; False after `close`."""
         return self._store is not None and self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are there.
+        """Waits until all keys are set.
 
         Raises:
             RuntimeError: the group is connected.

@@ -14,23 +14,23 @@ from keepstep.worker.backends.communicator import TorchBackend
 
 
 class NcclBackend(TorchBackend, Protocol):
-    """The methods of ProcessGroupNCCL beside those of all backends of torch's."""
+    """The methods of ProcessGroupNCCL beside those that all torch backends have."""
 
     def abort(self) -> None:
-        """Ends NCCL's kernels, and frees the communicator. It waits for that, and raises where it took longer than the
-        timeout of operations (``ProcessGroupNCCL::abort``): it has ended by then, for its future is waited for."""
+        """Ends NCCL's kernels, and frees the communicator. Blocks until then. Raises if that took longer than the
+        timeout of operations (``ProcessGroupNCCL::abort``), but only after the abort is complete."""
         ...
 
     def _start_coalescing(self) -> None:
-        """Sends and receives from here on are issued together, and have no handles of their own."""
+        """Begins a batch: later sends and receives are issued together, and have no handles of their own."""
         ...
 
     def _end_coalescing(self) -> dist.Work:
-        """Issues them; the handle of all."""
+        """Issues the batch. Returns the handle of all of its operations."""
         ...
 
     def get_error(self) -> ErrorType:
-        """What torch's watchdog has found. It is set before the watchdog breaks a communicator."""
+        """The error that torch's watchdog has found. The watchdog sets it before it breaks a communicator."""
         ...
 
 
@@ -38,7 +38,7 @@ class StreamPlace(Protocol):
     """A place on a stream."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Whether the device has reached it."""
         ...
 
 
@@ -47,18 +47,18 @@ class StreamDevice(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Which one it is."""
+        """The device as a `torch.device`."""
         ...
 
     def build(self, store: Store, rank: int, size: int, name: str, timeout: timedelta) -> NcclBackend:
-        """A connected group; it waits for all other members. From any thread.
+        """Connects a group and returns it. Waits for all other members. From any thread.
 
         Args:
             store: where the members find each other.
-            rank: this process's.
+            rank: this process's rank.
             size: number of members.
-            name: of the group, for NCCL's log.
-            timeout: for each operation.
+            name: name of the group, for NCCL's log.
+            timeout: timeout of each operation.
 
         Raises:
             RuntimeError: from NCCL, or the store.
@@ -66,11 +66,11 @@ class StreamDevice(Protocol):
         ...
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is recorded into a graph."""
+        """Whether a graph captures the current stream."""
         ...
 
     def end_of(self, works: Sequence[dist.Work]) -> StreamPlace:
-        """A place after some operations of torch's, on a stream of its own. From any thread."""
+        """Returns a place after some operations, on a separate stream. From any thread."""
         ...
 
 
@@ -79,16 +79,16 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         """Args:
-        device: with its index.
+        device: the GPU, with its index.
         """
         self.device = device
 
     def build(self, store: Store, rank: int, size: int, name: str, timeout: timedelta) -> NcclBackend:
-        """A connected ProcessGroupNCCL; see `StreamDevice.build`.
+        """Connects a ProcessGroupNCCL; see `StreamDevice.build`.
 
-        It connects at once, and on this device alone (``eagerConnectSingleDevice``): every operation then uses the one
-        communicator, sends and receives too, and the store is not asked any more. NCCL is in its blocking mode, which
-        is torch's default since 2.7.1 (``ProcessGroupNCCL::useNonblocking``).
+        It connects at once, and on this device alone (``eagerConnectSingleDevice``). Every operation then uses the one
+        communicator, sends and receives too, and torch does not use the store any more. NCCL is in its blocking mode,
+        which is torch's default since 2.7.1 (``ProcessGroupNCCL::useNonblocking``).
         """
         from torch._C import _distributed_c10d as c10d  # a build without CUDA has no ProcessGroupNCCL
 
@@ -101,11 +101,11 @@ class CudaDevice:
         return connected
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is recorded into a CUDA graph."""
+        """Whether a CUDA graph captures the current stream."""
         return torch.cuda.is_current_stream_capturing()
 
     def end_of(self, works: Sequence[dist.Work]) -> StreamPlace:
-        """An event after the operations; see `StreamDevice.end_of`."""
+        """Records an event after the operations; see `StreamDevice.end_of`."""
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             for work in works:

@@ -1,7 +1,7 @@
 """Classifies NCCL errors: a broken connection, a timeout, or an invalid call.
 
-Torch raises a ``DistBackendError`` with NCCL's words for its result codes (``ncclGetErrorString`` in NCCL's init.cc);
-whether the watchdog has given an operation up is asked of the group (``ProcessGroupNCCL::getError``).
+Torch raises a ``DistBackendError`` with NCCL's words for its result codes (``ncclGetErrorString`` in NCCL's init.cc).
+The group reports whether the watchdog has given an operation up (``ProcessGroupNCCL::getError``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 from keepstep.worker.backends.communicator import CommunicatorAborted, FailureCause
 
 RAISED: Final = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
-"""What torch's C++ errors become in Python."""
+"""The types in Python of errors of torch's C++ code."""
 
 OF_A_CONNECTION: Final = (
     "NCCL communicator was aborted",  # `NCCLComm::getNcclComm` in torch's NCCLUtils.cpp
@@ -21,7 +21,7 @@ OF_A_CONNECTION: Final = (
 
 
 class OperationTimedOut(RuntimeError):
-    """A peer did not come to an operation within its timeout."""
+    """A peer did not take part in an operation within its timeout."""
 
 
 class CommunicatorBroken(RuntimeError):
@@ -29,7 +29,7 @@ class CommunicatorBroken(RuntimeError):
 
 
 def cause_of(error: Exception) -> FailureCause:
-    """Tells why an operation has failed. An error of CUDA's is one of the call: the process cannot go on."""
+    """Returns why an operation has failed. A CUDA error counts as one of the call: the process cannot continue."""
     if isinstance(error, OperationTimedOut):
         return FailureCause.DEADLINE
     if isinstance(error, (CommunicatorAborted, CommunicatorBroken)):

@@ -26,14 +26,14 @@ from keepstep.worker.backends.communicator import OnError, Outputs
 from keepstep.worker.backends.nccl.errors import RAISED, CommunicatorBroken
 
 POLL_S = 0.0005
-"""Between two looks of a host that waits for the device. A look costs microseconds."""
+"""Interval at which a waiting host polls the device, in seconds. A poll costs microseconds."""
 
 
 class NcclWork(dist.Work):
-    """An operation on its way. It ends once, when a thread looks: this class has none of its own.
+    """An operation in flight. It ends once, when a thread polls it: this class has no thread of its own.
 
-    `wait` holds up the current stream and not the host, as on NCCL: the error that an operation ends in is raised by a
-    later call, or found at the gradient barrier, which waits for the device.
+    As with NCCL, `wait` blocks the current stream and not the host. A later call raises the error of an operation, or
+    the gradient barrier, which waits for the device, finds it.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class NcclWork(dist.Work):
         judge: Callable[[NcclWork], Exception | None],
     ) -> None:
         """Args:
-        operation: what it is.
+        operation: the kind of operation.
         peer: the other side of a send or recv.
-        outputs: what the future holds when it is done.
+        outputs: result of the future.
         on_error: see `OnError`.
-        on_awaited: called once at most, when something waits for it or asks after it before it has ended.
-        on_end: called once, after these, by the thread that looks.
-        judge: whether the communicator is whole; else the error that this operation has ended in. It is asked before
-            torch's handle is, since an abort holds a lock that the handle waits for, and again after the handle.
+        on_awaited: called at most once, when a caller waits for the operation, or polls it, before it has ended.
+        on_end: called once, after these, by the thread that ends the operation.
+        judge: returns the operation's error if the communicator is broken, else None. It is called before torch's
+            handle is polled, since an abort holds a lock that the handle waits for, and again afterwards.
         """
         super().__init__()
         self.operation, self.peer = operation, peer
         self.was_awaited = False
-        """Whether ``on_awaited`` was called; it does not change any more from ``on_end`` on."""
+        """Whether ``on_awaited`` was called. Final when ``on_end`` is called."""
         self.has_failed = False
-        """Whether it has ended in an error; it does not change any more from ``on_end`` on."""
+        """Whether the operation has failed. Final when ``on_end`` is called."""
         self.was_told = False
         """Whether its error was raised."""
         self.begun_s = time.monotonic()
@@ -80,22 +80,22 @@ class NcclWork(dist.Work):
         self._changing = threading.Lock()
 
     def follow(self, issued: dist.Work, call: object) -> None:
-        """Takes on torch's handle.
+        """Sets torch's handle.
 
-        ``call`` holds the tensors, which must live as long as NCCL's kernel does: torch lets go of them when a stream
-        was made to wait (``WorkNCCL::synchronizeStream``), and that may be another one than theirs.
+        ``call`` holds the tensors, which must live as long as NCCL's kernel. Torch drops them after it has made a
+        stream wait (``WorkNCCL::synchronizeStream``), and that may be another stream than the tensors' own.
         """
         self._call = call
         self.issued = issued
 
     def let_go(self) -> None:
-        """The device is through with it."""
+        """Drops the tensors, when the device has finished the operation."""
         self._call = None
 
     # ---- its end --------------------------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Whether it has ended, torch's handle being asked; without waiting."""
+        """Polls torch's handle, without waiting. Returns whether the operation has ended."""
         issued = self.issued
         if not self._ended.is_set() and issued is not None:
             error = self._judge(self)
@@ -113,9 +113,9 @@ class NcclWork(dist.Work):
 
     @property
     def is_through(self) -> bool:
-        """Whether the device is through with it, well or not. The look calls no callback: it may come from any thread.
+        """Whether the device has finished it, with or without an error. Calls no callback, so any thread may call it.
 
-        An error of CUDA's counts: the next one who looks gets it.
+        A CUDA error counts as finished; the next call of `look` finds it.
         """
         if self._ended.is_set():
             return True
@@ -125,7 +125,7 @@ class NcclWork(dist.Work):
             return True
 
     def fail(self, error: Exception) -> None:
-        """Ends it in an error; the device may not be through with it."""
+        """Ends the operation with an error. The device may still run it."""
         self._finish(error)
 
     def _finish(self, error: Exception | None) -> None:
@@ -144,7 +144,7 @@ class NcclWork(dist.Work):
                 self._ended.set()
 
     def _await(self) -> None:
-        """The program depends on the end of this operation from here on; see `GlooWork`."""
+        """Records that the program now depends on the end of this operation; see `GlooWork`."""
         with self._changing:
             if not (self.was_awaited or self._ended.is_set()):
                 self.was_awaited = True
@@ -153,12 +153,12 @@ class NcclWork(dist.Work):
     # ---- what torch and the script ask ----------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Has the current stream wait for the operation; with ``timeout``, and for a barrier, the host waits as well.
+        """Makes the current stream wait for the operation. With ``timeout``, and for a barrier, the host waits as well.
 
-        Torch's `wait` is not used: it would end in the error of another thread's look and break the communicator.
+        Torch's `wait` is not used: it would raise an error that another thread has found, and break the communicator.
 
         Raises:
-            RuntimeError: the error it has ended in, where the group does not echo; or ``timeout`` has passed.
+            RuntimeError: the operation has failed and the group does not echo; or ``timeout`` has passed.
         """
         if not self.look():
             self._await()
@@ -181,11 +181,11 @@ class NcclWork(dist.Work):
             self._ended.wait(POLL_S)
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Same as `wait`."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the outputs: torch's own, which is done at once and makes the streams that use it wait."""
+        """Returns torch's future of the outputs, which is complete at once and makes the streams that use it wait."""
         if not self.look():
             self._await()
         if self.issued is not None and not self.has_failed:
@@ -204,18 +204,18 @@ class NcclWork(dist.Work):
         return self._ended.is_set()
 
     def is_success(self) -> bool:
-        """Whether it is complete on the device, without an error."""
+        """Whether the operation is complete on the device, without an error."""
         return self.look() and self._error is None
 
     def exception(self) -> Exception | None:
-        """The error that waiting raises, if it has ended in one."""
+        """The error that waiting raises, if the operation has failed."""
         return self._error
 
     def result(self) -> Outputs:
-        """The outputs, which the current stream may have to wait for.
+        """The outputs. The current stream may have to wait for them.
 
         Raises:
-            RuntimeError: the operation has ended in an error.
+            RuntimeError: the operation has failed.
         """
         if self._error is not None:
             raise self._error
@@ -227,10 +227,10 @@ class NcclWork(dist.Work):
 
 
 def _found_by(issued: dist.Work) -> Exception | None:
-    """The error for which a handle calls itself complete while the group knows of none yet.
+    """Returns the error of a handle that is complete because of it, while the group does not know of one yet.
 
-    The look at a handle asks NCCL for an error (``WorkNCCL::checkAndSetException``), and a handle that has one is
-    complete. The watchdog, which tells the group, finds the same error up to 0.1 s later.
+    Polling a handle asks NCCL for an error (``WorkNCCL::checkAndSetException``), and a handle that has one is complete.
+    The watchdog, which informs the group, finds the same error up to 0.1 s later.
     """
     found = issued.get_future_result()  # type: ignore[attr-defined]  # not in the stub
     if not found.done() or found.value() == WorkResult.SUCCESS.value:
