@@ -239,7 +239,6 @@ export class Timeline {
     const end = recovery.until ?? this.now;
     if (this.x(end) - this.x(recovery.since) < 10) return;
     const spans = lane.kind === "node" ? foldSpans(lane.ranks, recovery) : (recovery.byRank.get(lane.rank) ?? []);
-    // In a large job the server may leave out the parts of ranks without special events.
     if (spans.length === 0) bars.span("wait", SPAN_LABELS.wait, this.x(recovery.begun), this.x(end), y, h);
     for (const span of spans) {
       const [x0, x1] = [this.x(span.begin), this.x(Math.min(span.end ?? this.now, end))];
