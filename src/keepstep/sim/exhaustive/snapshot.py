@@ -26,7 +26,7 @@ _IGNORED = _KEPT | {
         "_heard_up_to",
         "_has_told_of_step",
         "_has_joined",
-        "_before_packet",
+        "_before_packets",
         "_was_silent",
         "_incarnations",
     ),
