@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.protocol.simulated_job import SimulatedJob
 
-from keepstep.drill.faults import HOLD_FILE, SPARES_SOCKET, DrillFault, claim, write_plan
-from keepstep.drill.outside_injector import OutsideInjector, has_warm_spare, spare_will_come
+from keepstep.drill.faults import HOLD_FILE, SPARES_SOCKET, DrillFault, claim, parse, write_plan
+from keepstep.drill.outside_injector import OutsideInjector, num_warm_spares, spare_will_come
 from keepstep.drill.worker_injector import WorkerInjector, await_spare
 from keepstep.launcher import control
 from keepstep.launcher.job import Job
@@ -43,11 +43,11 @@ def starting(world_size: int = 2) -> SimulatedJob:
 
 def test_a_spare_that_starts_up_will_come_and_is_not_warm() -> None:
     simulated = starting()
-    assert not has_warm_spare(as_job(simulated))
+    assert not num_warm_spares(as_job(simulated))
     assert spare_will_come(as_job(simulated))
     simulated.release()
     simulated.settle()
-    assert has_warm_spare(as_job(simulated))
+    assert num_warm_spares(as_job(simulated))
 
 
 def test_a_spare_comes_when_a_recovery_is_over() -> None:
@@ -58,10 +58,10 @@ def test_a_spare_comes_when_a_recovery_is_over() -> None:
     job = as_job(simulated)
     assert not simulated.machine.roster.spares()
     assert spare_will_come(job)
-    assert not has_warm_spare(job)
+    assert not num_warm_spares(job)
     simulated.release()
     simulated.settle()
-    assert has_warm_spare(job)
+    assert num_warm_spares(job)
 
 
 def test_no_spare_comes_where_the_budget_is_used_up() -> None:
@@ -74,7 +74,34 @@ def test_no_spare_comes_where_the_budget_is_used_up() -> None:
 def test_a_spare_that_awaits_a_rank_is_as_warm_as_it_gets() -> None:
     simulated = starting()
     simulated.say(RankAwaited(2))
-    assert has_warm_spare(as_job(simulated))
+    assert num_warm_spares(as_job(simulated))
+
+
+def test_a_step_that_loses_two_ranks_needs_two_spares() -> None:
+    simulated = SimulatedJob(world_size=2, num_spares=2)
+    simulated._withheld.add((3, WorkerReady))
+    simulated.bring_all(1, Phase.UPDATED)
+    job = as_job(simulated)
+
+    async def is_answered(faults: str) -> bool:
+        injector = OutsideInjector(parse(faults, 2), awaits_spares=True)
+        waiting = asyncio.create_task(injector._warm_spare(job))
+        done, _ = await asyncio.wait([waiting], timeout=0.1)
+        injector._is_over = True
+        assert await waiting
+        return bool(done)
+
+    assert num_warm_spares(job) == 1
+    assert spare_will_come(job)
+    one = "kill@step=3,phase=forward,rank=0;kill@step=4,phase=forward,rank=1"
+    two = "kill@step=3,phase=forward,rank=0;kill@step=3,phase=backward,rank=1"
+    assert asyncio.run(is_answered(one))
+    assert not asyncio.run(is_answered(two))
+    simulated.release()
+    simulated.settle()
+    assert num_warm_spares(job) == 2
+    assert not spare_will_come(job)
+    assert asyncio.run(is_answered(two))
 
 
 # ---- what the ranks do ----------------------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from keepstep.drill.faults import HOLD_FILE, SPARES_SOCKET, DrillFault, claim
 from keepstep.launcher import control
 from keepstep.launcher.job import Job
 from keepstep.protocol.recovery import Stage
+from keepstep.protocol.recovery.placement.roster import Worker
 
 POLL_INTERVAL_S = 0.01
 SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "segv": signal.SIGSEGV}
@@ -27,6 +29,8 @@ class OutsideInjector:
 
     def __init__(self, faults: list[DrillFault], *, awaits_spares: bool) -> None:
         self._faults = [fault for fault in faults if not fault.in_worker]
+        by_step = Counter(fault.step for fault in faults if fault.in_worker)
+        self._num_at_once = max(by_step.values(), default=1)
         self._awaits_spares = awaits_spares
         self._is_over = False
         self.fired: list[tuple[DrillFault, float, int | None]] = []
@@ -46,13 +50,18 @@ class OutsideInjector:
                 self._is_over = True
 
     async def _warm_spare(self, job: Job) -> bool:
-        """Waits until a spare is warm. Returns False if no spare will be warm."""
-        await self._until(job, lambda: self._is_over or has_warm_spare(job) or not spare_will_come(job))
-        return has_warm_spare(job)
+        """Waits until as many spares are warm as one step needs. Returns False if no spare will be warm."""
+        num_spares = min(self._num_at_once, job.controller.job.settings.num_spares)
+
+        def is_over() -> bool:
+            return self._is_over or num_warm_spares(job) >= num_spares or not spare_will_come(job)
+
+        await self._until(job, is_over)
+        return num_warm_spares(job) > 0
 
     async def _hold_for_a_spare(self, job: Job) -> None:
         """Holds all ranks between two steps until a spare is warm, unless the drill does not wait for spares."""
-        if not self._awaits_spares or not job.controller.job.settings.num_spares or has_warm_spare(job):
+        if not self._awaits_spares or not job.controller.job.settings.num_spares or num_warm_spares(job):
             return
         hold = job.agent.settings.run_dir / HOLD_FILE
         hold.touch()
@@ -84,7 +93,7 @@ class OutsideInjector:
             steps = [worker["step"] for worker in workers if worker["rank"] is not None]
             has_spare = any(worker["rank"] is None and worker["pid"] is not None for worker in workers)
             if self._awaits_spares:
-                has_spare = has_spare and has_warm_spare(job)
+                has_spare = has_spare and num_warm_spares(job) > 0
             return has_spare and any(isinstance(step, int) and step >= (fault.step or 0) for step in steps)
 
         if await self._until(job, is_there):
@@ -129,12 +138,17 @@ class OutsideInjector:
         return False
 
 
-def has_warm_spare(job: Job) -> bool:
-    """Whether a spare can take a rank at once: it waits at its first step, or cannot continue without a rank."""
-    return any(spare.ready is not None or spare.awaits_rank for spare in job.controller.job.roster.spares())
+def num_warm_spares(job: Job) -> int:
+    """Returns how many spares can take a rank at once."""
+    return sum(_is_warm(spare) for spare in job.controller.job.roster.spares())
 
 
 def spare_will_come(job: Job) -> bool:
-    """Whether a spare is starting, or will be started when the current recovery is over."""
+    """Whether one more spare will be warm: it is starting, or will be started when the current recovery is over."""
     machine = job.controller.job
-    return bool(machine.roster.spares()) or machine.stage is not Stage.TRAINING
+    return machine.stage is not Stage.TRAINING or not all(_is_warm(spare) for spare in machine.roster.spares())
+
+
+def _is_warm(spare: Worker) -> bool:
+    """Whether it waits at its first step, or cannot continue without a rank."""
+    return spare.ready is not None or spare.awaits_rank
