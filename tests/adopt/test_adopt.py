@@ -71,7 +71,7 @@ def test_shapes_of_well_known_scripts(name: str) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_are_adopted(path: Path) -> None:
     """A generator of the RL loop, which is no rank, removes the socket of a former one."""
-    expected = ["path.unlink(missing_ok=True)  # that of one that was killed"] if path.stem == "rl_loop" else []
+    expected = ["path.unlink(missing_ok=True)  # of a generator that was killed"] if path.stem == "rl_loop" else []
     assert [source for source, _edit, _instead in said(path.read_text("utf-8"))] == expected
 
 
