@@ -1,4 +1,4 @@
-"""Runs one drill, for `layouts.py` and `loops.py`."""
+"""Runs one drill, for `layouts.py`, `loops.py` and `compiled.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def drilled(name: str, arguments: list[str]) -> dict[str, Any]:
         with RunningJob(command, Path(folder)) as job:
             job.wait(DEADLINE_S)
         result: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
-    struck, different = result["faults"], [file["file"] for file in result["files"] if file["difference"]]
+    struck = result["faults"]
+    kills = [each for each in struck if each["fault"] != "hang"]
+    different = [file["file"] for file in result["files"] if file["difference"]]
     if not result["identical"] or result["missed"] or different:
         raise JobFailed(
             f"{name}: identical: {result['identical']}, other files: {different}, never happened: {result['missed']}"
@@ -40,7 +42,8 @@ def drilled(name: str, arguments: list[str]) -> dict[str, Any]:
         "num_faults": len(struck),
         "again": [each["steps_recomputed"] for each in struck],
         "state_from": sorted({each["state_from"] for each in struck}),
-        "recovery_ms": [each["gap_ms"] - each["first_step_ms"] for each in struck if each["fault"] != "hang"],
+        "recovery_ms": [each["gap_ms"] - each["first_step_ms"] for each in kills],
+        "gap_ms": [each["gap_ms"] for each in kills],
         "step_ms": result["step_ms"],
         "files": [file["file"] for file in result["files"]],
     }

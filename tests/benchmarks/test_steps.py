@@ -54,3 +54,9 @@ def test_loops(tmp_path: Path) -> None:
     assert example["spare"]["num_faults"] == example["no_spare"]["num_faults"] > 1
     assert example["two_at_once"]["num_faults"] == 2
     assert "Loops of frameworks" in page
+
+
+def test_compiled(tmp_path: Path) -> None:
+    result, page = measured("compiled", tmp_path)
+    assert {kind: len(gaps) for kind, gaps in result["gap_ms"].items()} == {"eager": 2, "warm": 2, "compiled": 2}
+    assert "Recovery of a compiled model" in page
