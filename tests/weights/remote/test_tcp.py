@@ -152,8 +152,9 @@ def test_a_link_that_is_lost_at_once_ends_when_all_its_threads_were_started(monk
     begin = link.run
 
     def lost(reason: str) -> None:
-        joining.append(threading.Thread(target=link.join))
-        joining[0].start()
+        thread = threading.Thread(target=link.join)
+        thread.start()
+        joining.append(thread)
 
     def run(name: str, work: Callable[[], None]) -> None:
         if name == "keepstep-link-write":
