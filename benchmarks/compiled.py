@@ -1,6 +1,6 @@
 """Recovery of a compiled model beside the same one uncompiled: two kills in each drill, on two ranks with a spare.
 
-    python benchmarks/compiled.py            about five minutes on two idle cores
+    python benchmarks/compiled.py            about fifteen minutes on two idle cores
     python benchmarks/compiled.py --quick    a smoke test; nothing is written
 
 The script is `tests/scripts/compiled.py`: as it is (``eager``), with `torch.compile` (``compiled``), and with a spare

@@ -1,4 +1,4 @@
-"""Ends this process when its parent process ends, for whatever reason."""
+"""Ends this process when its parent process ends, even if SIGKILL ends the parent."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _bound(host: str, port: int) -> socket.socket:
 def serving(folder: Path, address: str, flag: str) -> Iterator[str]:
     """Serves the run in ``folder`` until the block exits. Yields the URL to open, with the token.
 
-    The dashboard's process runs in its own session (setsid), and ends when this process ends, for whatever reason.
+    The dashboard's process runs in its own session (setsid), and ends when this process ends, even by SIGKILL.
 
     Raises:
         ConfigurationError: see `listen`.

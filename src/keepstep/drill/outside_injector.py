@@ -53,10 +53,10 @@ class OutsideInjector:
         """Waits until as many spares are warm as one step needs. Returns False if no spare will be warm."""
         num_spares = min(self._num_at_once, job.controller.job.settings.num_spares)
 
-        def is_over() -> bool:
+        def need_not_wait() -> bool:
             return self._is_over or num_warm_spares(job) >= num_spares or not spare_will_come(job)
 
-        await self._until(job, is_over)
+        await self._until(job, need_not_wait)
         return num_warm_spares(job) > 0
 
     async def _hold_for_a_spare(self, job: Job) -> None:
