@@ -128,6 +128,14 @@ def publisher(folder: Path, of: Tensors, deadline_s: float = PATIENCE_S, **setti
     return keepstep.Publisher(folder / "job", of, buffers=buffers, deadline_s=deadline_s, **settings)
 
 
+def check_late_consumer(folder: Path, held: Tensors, version: int) -> None:
+    """A consumer that attaches after the version was published gets every bit of it."""
+    into = zeros(held)
+    with consumer(folder, into, "late") as late:
+        assert late.wait_for(version, PATIENCE_S) == version
+        assert equal(into, held)
+
+
 def check_versions_on_two_nodes(folder: Path, made: Nodes, source: keepstep.Publisher, held: Tensors) -> None:
     """Publishes three versions to consumers on n1 and n2; every bit arrives, and each bucket once on each node."""
     engines = [(node, zeros(held)) for node in ("n1", "n2", "n2")]

@@ -15,6 +15,7 @@ from tests.weights.remote.nodes import (
     PATIENCE_S,
     SECRET,
     Tensors,
+    check_late_consumer,
     consumer,
     credentials,
     equal,
@@ -176,10 +177,7 @@ def test_a_late_consumer_gets_what_was_published_last_from_all_nodes(tmp_path: P
     with trainers(tmp_path, held) as made:
         made.publish_well(7)
         for node in ("t0", "t1", "t0"):
-            into = zeros(held)
-            with consumer(tmp_path / node, into, "late") as late:
-                assert late.wait_for(7, PATIENCE_S) == 7
-                assert equal(into, held)
+            check_late_consumer(tmp_path / node, held, 7)
 
 
 def test_what_has_not_changed_does_not_cross_a_link(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from tests.weights.remote.nodes import (
     PATIENCE_S,
     SECRET,
+    check_late_consumer,
     check_versions_on_two_nodes,
     consumer,
     equal,
@@ -72,10 +73,7 @@ def test_late_consumers_and_late_nodes(tmp_path: Path) -> None:
             source.publish(7)
             made.receive("n2")
             for node in ("n2", "n1"):
-                into = zeros(held)
-                with consumer(tmp_path / node, into, "late") as late:
-                    assert late.wait_for(7, PATIENCE_S) == 7
-                    assert equal(into, held)
+                check_late_consumer(tmp_path / node, held, 7)
 
 
 def test_a_node_without_it_behind_one_that_has_it(tmp_path: Path) -> None:
