@@ -11,7 +11,7 @@ import msgspec
 
 from keepstep.protocol.controller import JournalEntry, ReportsReceived
 from keepstep.protocol.messages import Cause, PhasesObserved, StepObserved, WorkerLost
-from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout
+from keepstep.sim.cluster.layout import SETTINGS, ClusterLayout, NodeLayout
 from keepstep.sim.cluster.worker import SimulatedWorker
 from keepstep.sim.recording import Recording
 from keepstep.sim.world import World
@@ -43,7 +43,7 @@ def simulate(folder: Path, num_nodes: int, ranks_per_node: int, until_s: float) 
     settings = dataclasses.replace(
         SETTINGS, world_size=world_size, num_spares=num_spare_nodes * ranks_per_node, ranks_per_node=ranks_per_node
     )
-    layout = ClusterLayout(nodes, ("0",) * world_size, settings, LIVENESS, num_steps=1_000_000)
+    layout = ClusterLayout(nodes, ("0",) * world_size, settings, num_steps=1_000_000)
     world = World(layout, seed=1)
     world.watch = _slow_down
     deeds = [(until_s / 3, lambda: _kill(world)), (until_s * 2 / 3, lambda: _lose_node(world))]

@@ -50,7 +50,7 @@ from keepstep.sim.cluster import snapshots as sim_snapshots
 from keepstep.sim.cluster.collectives import WORLD
 from keepstep.sim.cluster.groups import registry
 from keepstep.sim.cluster.groups.registry import SimulatedGroup, SimulatedGroups
-from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout, SimulatedDurations
+from keepstep.sim.cluster.layout import SETTINGS, ClusterLayout, NodeLayout, SimulatedDurations
 from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.snapshots import SimulatedMemory, SimulatedSnapshots, Snapshot
 from keepstep.sim.cluster.transfers import SimulatedSecondCopies
@@ -1067,7 +1067,7 @@ def a_node_is_cut_off_in_the_barrier(seed: int) -> Case:
     settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=1, ranks_per_node=1)
     nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(4))
     durations = SimulatedDurations(collective_s=0.05)
-    layout = ClusterLayout(nodes, ("0",) * 3, settings, LIVENESS, durations=durations, num_steps=12)
+    layout = ClusterLayout(nodes, ("0",) * 3, settings, durations=durations, num_steps=12)
     return Case(seed, layout, (SimulatedFault("cut off", 2.0, None, Phase.SYNCED, seed % 4, 8.0),))
 
 
@@ -1076,7 +1076,7 @@ def a_node_is_lost_and_two_have_spares(seed: int) -> Case:
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=1)
     racks = ("rack-0", "rack-1", "rack-0", "rack-2")
     nodes = tuple(NodeLayout(f"node-{number}", 1, rack) for number, rack in enumerate(racks))
-    layout = ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=12)
+    layout = ClusterLayout(nodes, ("0",) * 2, settings, num_steps=12)
     return Case(seed, layout, (SimulatedFault("node loss", 2.0 + seed % 10 / 10, pick=0),))
 
 
@@ -1084,7 +1084,7 @@ def two_ranks(seed: int, num_nodes: int, ends_early: int | None, fault: Simulate
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=1, ranks_per_node=2 // num_nodes)
     nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(num_nodes))
     return Case(
-        seed, ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=4, ends_early=ends_early), (fault,)
+        seed, ClusterLayout(nodes, ("0",) * 2, settings, num_steps=4, ends_early=ends_early), (fault,)
     )
 
 
@@ -1102,7 +1102,7 @@ def a_node_is_drained(seed: int) -> Case:
     """Spares of other nodes are warm, and training continues for longer than the node may stay."""
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=1)
     nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(4))
-    layout = ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=40)
+    layout = ClusterLayout(nodes, ("0",) * 2, settings, num_steps=40)
     return Case(seed, layout, (SimulatedFault("node drain", 6.0 + seed % 10 / 10, pick=seed % 2, lasts_s=5.0),))
 
 
@@ -1111,7 +1111,7 @@ def a_device_is_sick(seed: int) -> Case:
     num_spares = seed % 2
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=num_spares, ranks_per_node=1)
     nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(2 + num_spares))
-    layout = ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=60)
+    layout = ClusterLayout(nodes, ("0",) * 2, settings, num_steps=60)
     return Case(seed, layout, (SimulatedFault("sick device", 6.0 + seed % 10 / 10, pick=seed // 2 % 4, lasts_s=8.0),))
 
 
@@ -1119,7 +1119,7 @@ def a_node_with_a_sick_device_comes_back(seed: int) -> Case:
     """Its agent is started again, and there is no other room for the rank that was there."""
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=0, ranks_per_node=1)
     nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(2))
-    layout = ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=60)
+    layout = ClusterLayout(nodes, ("0",) * 2, settings, num_steps=60)
     sick = SimulatedFault("sick device", 6.0 + seed % 10 / 10, pick=seed % 4, lasts_s=8.0)
     return Case(seed, layout, (sick, SimulatedFault("agent restart", 9.0, pick=seed % 2)))
 
@@ -1130,7 +1130,7 @@ def a_job_is_drained_while_ranks_reduce(seed: int) -> Case:
     nodes = (NodeLayout("node-0", 3, "rack"),)
     durations = SimulatedDurations(collective_s=0.2)
     layout = ClusterLayout(
-        nodes, ("0",) * 3, settings, LIVENESS, durations=durations, num_steps=20, reduces_after_update=True
+        nodes, ("0",) * 3, settings, durations=durations, num_steps=20, reduces_after_update=True
     )
     return Case(seed, layout, (SimulatedFault("drain", 6.0 + seed % 97 / 97),))
 
@@ -1140,7 +1140,7 @@ def a_job_is_drained_while_one_rank_is_ahead(seed: int) -> Case:
     settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=0, ranks_per_node=3)
     durations = SimulatedDurations(optimizer_s=0.5)
     layout = ClusterLayout(
-        (NodeLayout("node-0", 3, "rack"),), ("0",) * 3, settings, LIVENESS, durations=durations, num_steps=20
+        (NodeLayout("node-0", 3, "rack"),), ("0",) * 3, settings, durations=durations, num_steps=20
     )
     return Case(seed, layout, (SimulatedFault("drain", 6.0 + seed % 97 / 97),))
 
@@ -1153,7 +1153,6 @@ def all_are_interrupted_while_second_copies_are_under_way(seed: int) -> Case:
         nodes,
         ("0", "1"),
         settings,
-        LIVENESS,
         durations=SimulatedDurations(second_copy_s=1.0),
         num_steps=20,
         snapshot_every=4,
@@ -1166,7 +1165,7 @@ def a_node_is_lost_while_second_copies_are_under_way(seed: int) -> Case:
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=1, ranks_per_node=1)
     nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(3))
     durations = SimulatedDurations(snapshot_s=0.02, second_copy_s=0.6)
-    layout = ClusterLayout(nodes, ("0", "1"), settings, LIVENESS, durations=durations, num_steps=20, snapshot_every=1)
+    layout = ClusterLayout(nodes, ("0", "1"), settings, durations=durations, num_steps=20, snapshot_every=1)
     return Case(seed, layout, (SimulatedFault("node loss", 3.0 + seed % 40 / 10, pick=seed % 2),))
 
 
@@ -1174,7 +1173,7 @@ def a_node_has_no_room_for_second_copies(seed: int) -> Case:
     """A rank there is lost, and what takes its place keeps none, for a while or for good; there are other nodes."""
     settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=1, ranks_per_node=1)
     nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(3))
-    layout = ClusterLayout(nodes, ("0", "1", "2"), settings, LIVENESS, num_steps=40, snapshot_every=1)
+    layout = ClusterLayout(nodes, ("0", "1", "2"), settings, num_steps=40, snapshot_every=1)
     kill = SimulatedFault("kill", 3.0 + seed % 40 / 20, pick=seed % 3)
     return Case(seed, layout, (kill, SimulatedFault("no room", 0.0, recovery=1, pick=seed % 3, lasts_s=60.0)))
 
@@ -1183,7 +1182,7 @@ def no_node_has_room_for_second_copies(seed: int) -> Case:
     """As above, where there is no third node, and for some seconds."""
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=1, ranks_per_node=1)
     nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(2))
-    layout = ClusterLayout(nodes, ("0", "1"), settings, LIVENESS, num_steps=40, snapshot_every=1)
+    layout = ClusterLayout(nodes, ("0", "1"), settings, num_steps=40, snapshot_every=1)
     kill = SimulatedFault("kill", 3.0 + seed % 40 / 20, pick=seed % 2)
     return Case(seed, layout, (kill, SimulatedFault("no room", 0.0, recovery=1, pick=seed % 2, lasts_s=4.0)))
 
@@ -1193,7 +1192,7 @@ def a_rank_falls_out_while_others_connect(seed: int) -> Case:
     settings = dataclasses.replace(SETTINGS, world_size=6, num_spares=2, ranks_per_node=6)
     durations = SimulatedDurations(connect_s=0.3)
     nodes = (NodeLayout("node-0", 8, "rack"),)
-    layout = ClusterLayout(nodes, ("0", "1") * 3, settings, LIVENESS, durations=durations, has_mesh=True)
+    layout = ClusterLayout(nodes, ("0", "1") * 3, settings, durations=durations, has_mesh=True)
     kills = (
         SimulatedFault("kill", 0.0, phase=Phase.BACKWARD, pick=seed),
         SimulatedFault("kill", 0.2 + seed % 20 / 100, recovery=1, pick=seed),
@@ -1205,7 +1204,7 @@ def all_are_interrupted_while_state_moves(seed: int) -> Case:
     """A replacement is there and is sent its state, and no other rank is lost."""
     settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=1, ranks_per_node=3)
     durations = SimulatedDurations(restore_s=0.5)
-    layout = ClusterLayout((NodeLayout("node-0", 4, "rack"),), ("0",) * 3, settings, LIVENESS, durations=durations)
+    layout = ClusterLayout((NodeLayout("node-0", 4, "rack"),), ("0",) * 3, settings, durations=durations)
     error = SimulatedFault("group error", 0.1 + seed % 20 / 20, recovery=1, pick=seed)
     return Case(seed, layout, (SimulatedFault("kill", 0.0, phase=Phase.BACKWARD, pick=seed), error))
 
@@ -1227,7 +1226,7 @@ def all_snapshots_are_where_no_process_can_come(seed: int) -> Case:
         NodeLayout("node-2", 2, "rack-2"),
     )
     layout = ClusterLayout(
-        nodes, ("0", "1"), settings, LIVENESS, num_steps=40, snapshot_every=1, checkpoint_every=3 if seed % 2 else None
+        nodes, ("0", "1"), settings, num_steps=40, snapshot_every=1, checkpoint_every=3 if seed % 2 else None
     )
     fails = SimulatedFault("sick device", 5.0 + seed % 10 / 10, pick=0, lasts_s=8.0)
     return Case(seed, layout, (fails, SimulatedFault("node loss", 0.0, recovery=1, pick=1, lasts_s=30.0)))
@@ -1237,7 +1236,7 @@ def two_spares_are_parked_where_one_device_is_left(seed: int) -> Case:
     """The first takes it, and the other one that of a rank that is lost later; one of the devices fails or is sick."""
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=2)
     nodes = (NodeLayout("node-0", 4, "rack", num_devices=3),)
-    layout = ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=40, needs_rank=True, parks_spares=True)
+    layout = ClusterLayout(nodes, ("0",) * 2, settings, num_steps=40, needs_rank=True, parks_spares=True)
     kills = [SimulatedFault("kill", at_s + seed % 10 / 10, pick=seed // 2) for at_s in (3.0, 9.0, 12.0)]
     sick = SimulatedFault("sick device", 6.0 + seed % 10 / 10, pick=4 * (seed % 3) + seed % 2, lasts_s=8.0)
     return Case(seed, layout, (*kills, sick))

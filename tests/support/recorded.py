@@ -107,7 +107,7 @@ def simulate_shards(folder: Path, shards: tuple[str, ...], snapshot_every: int) 
     settings = dataclasses.replace(
         layout.settings, world_size=len(shards), num_spares=1, ranks_per_node=2, max_restarts=None
     )
-    layout = ClusterLayout(nodes, shards, settings, layout.liveness, snapshot_every=snapshot_every)
+    layout = ClusterLayout(nodes, shards, settings, snapshot_every=snapshot_every)
     kill = SimulatedFault("kill", 3.0, phase=Phase.BACKWARD, pick=1)
     outcome = simulate(Case(1, layout, (kill,)), record=folder)
     assert (outcome.check, outcome.num_recoveries) == (None, 1), outcome.detail

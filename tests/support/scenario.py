@@ -20,7 +20,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
 from keepstep.sim.cluster.control.network import CONTROLLER
-from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout
+from keepstep.sim.cluster.layout import SETTINGS, ClusterLayout, NodeLayout
 from keepstep.sim.cluster.schedule import Event
 from keepstep.sim.cluster.worker import SimulatedWorker
 from keepstep.sim.oracle import Check, ViolationError
@@ -88,7 +88,7 @@ def _layout(num_ranks: int, num_spares: int, num_nodes: int, num_steps: int, num
     nodes = tuple(NodeLayout(f"node-{number}", room, f"rack-{number}") for number, room in enumerate(slots))
     settings = dataclasses.replace(SETTINGS, world_size=num_ranks, num_spares=num_spares, ranks_per_node=per_node)
     shards = tuple(str(rank % num_shards) for rank in range(num_ranks))
-    return ClusterLayout(nodes, shards, settings, LIVENESS, num_steps=num_steps)
+    return ClusterLayout(nodes, shards, settings, num_steps=num_steps)
 
 
 def _deed(line: str) -> Deed:

@@ -107,7 +107,7 @@ class Agent:
         )
         # The incarnation is the time of day: unlike the monotonic clock, it also increases over a reboot.
         of_parked = len(self.settings.devices) if self.settings.parks_spares else 0
-        return AgentMachine(joined, time.time_ns(), self.settings.liveness, of_parked)
+        return AgentMachine(joined, time.time_ns(), self.settings.deadlines, of_parked)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -458,7 +458,8 @@ class Agent:
     def _look_closer(self, workers: tuple[int, ...]) -> None:
         pages = {number: self.workers[number].page for number in workers if number in self.workers}
         counts = {number: page.operation_counts() for number, page in pages.items()}
-        self._machine.looked_closer(counts, time.monotonic())
+        snapshots = {number: self._snapshots.of(number) for number in pages}
+        self._machine.looked_closer(counts, snapshots, time.monotonic())
 
     def _watch_first_step(self, worker: AgentWorker) -> None:
         """Reports the first step that the worker completes after a recovery, with its times from the ring buffer."""

@@ -22,12 +22,11 @@ from keepstep.agent.settings import AgentSettings, HealthMode, HealthSettings, N
 from keepstep.config import inherited_environment, job_environment, numbers_devices_by_bus, visible_devices
 from keepstep.devices import names_of
 from keepstep.errors import ConfigurationError
-from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, add_node_flags, add_placement_flags, split
+from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, add_node_flags, add_recovery_flags, deadlines_of, split
 from keepstep.launcher.job import JobOptions, fresh_run_dir
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
-from keepstep.protocol.node.liveness import LivenessSettings
+from keepstep.protocol.deadlines import Deadlines
 
-DEADLINES = LivenessSettings()
 LOOPBACK = "127.0.0.1"
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 """torchrun's default for ``--signals-to-handle``."""
@@ -59,7 +58,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         "--preload", action="append", default=[], metavar="MODULE[,MODULE]",
         help="import modules before the script, with torch; may be repeated",
     )  # fmt: skip
-    add_placement_flags(own)
+    add_recovery_flags(own)
     own.add_argument("--run-dir", help="folder for the journal and the status socket (default: a fresh temporary one)")
     add_output_flags(own)
     own.add_argument(
@@ -71,19 +70,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         help="what to do about an unhealthy NVIDIA GPU: off, warn, or act: replace its rank (default: %(default)s)",
     )  # fmt: skip
     own.add_argument(
-        "--hang-floor", type=float, default=DEADLINES.floor_s, metavar="SECONDS",
-        help="a rank may make no progress for at least this long (default: %(default)s)",
-    )  # fmt: skip
-    own.add_argument(
-        "--hang-factor", type=float, default=DEADLINES.factor, metavar="N",
-        help="... and for N times the longest recent duration of the phase it is in (default: %(default)s)",
-    )  # fmt: skip
-    own.add_argument(
-        "--between-steps", type=float, default=DEADLINES.between_steps_s, metavar="SECONDS",
-        help="how long a script may evaluate or save between two steps (default: %(default)s)",
-    )  # fmt: skip
-    own.add_argument(
-        "--explain-after", type=float, default=DEADLINES.explain_s, metavar="SECONDS",
+        "--explain-after", type=float, default=Deadlines().explain_s, metavar="SECONDS",
         help="report ranks that have waited for others for this long, and where they wait (default: %(default)s)",
     )  # fmt: skip
     add_node_flags(parser)
@@ -178,12 +165,7 @@ def agent_settings(arguments: argparse.Namespace, place: NodePlace, run_dir: Pat
         preload=tuple(name for each in arguments.preload for name in each.split(",")),
         devices=names_of(visible_devices(), torch.cuda.device_count()),
         health=HealthSettings(HealthMode(arguments.health), numbers_devices_by_bus()),
-        liveness=LivenessSettings(
-            floor_s=arguments.hang_floor,
-            factor=arguments.hang_factor,
-            between_steps_s=arguments.between_steps,
-            explain_s=arguments.explain_after,
-        ),
+        deadlines=dataclasses.replace(deadlines_of(arguments), explain_s=arguments.explain_after),
         output=output,
     )
 
@@ -193,10 +175,8 @@ def _refuse_what_cannot_be(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(f"--spares {arguments.spares}: allowed are 0 and more")
     if arguments.max_restarts is not None and arguments.max_restarts < 0:
         raise ConfigurationError(f"--max-restarts {arguments.max_restarts}: allowed are 0 and more")
-    for name in ("hang_floor", "hang_factor", "between_steps", "explain_after"):
-        value = getattr(arguments, name)
-        if not value > 0:  # refuses nan, too
-            raise ConfigurationError(f"--{name.replace('_', '-')} {value}: must be positive")
+    if not arguments.explain_after > 0:  # refuses nan, too
+        raise ConfigurationError(f"--explain-after {arguments.explain_after}: must be positive")
     if arguments.module and arguments.no_python:
         raise ConfigurationError("--no-python and --module cannot go together: leave one of them out")
     if arguments.park_spares and arguments.no_python:

@@ -1,6 +1,6 @@
 """The outer part of the controller's machine: packets of all nodes, leases, and the journal.
 
-Eight kinds of events (`Event`) change the decisions of `RecoveryMachine`. The shell writes each event to the journal
+Nine kinds of events (`Event`) change the decisions of `RecoveryMachine`. The shell writes each event to the journal
 before it sends any resulting message. The machine is a function of its events. So a restarted controller replays its
 journal, and has the same state and the same orders with the same numbers. The controller never acknowledged messages
 that an agent sent after the last entry, so the agent sends them again. The controller repeats orders that an agent has
@@ -17,24 +17,23 @@ import msgspec
 
 from keepstep.errors import InternalError, RemoteProtocolError
 from keepstep.protocol import messages as msg
-from keepstep.protocol.recovery import Effect, RecoveryMachine, RecoverySettings
+from keepstep.protocol.deadlines import LEASE_S
+from keepstep.protocol.recovery import Effect, RecoveryMachine, RecoverySettings, Stage
 from keepstep.protocol.recovery.end.verdicts import too_few_nodes
+from keepstep.protocol.recovery.suspicion import Left
 from keepstep.protocol.relay.bundle import PacketBundle, Row
 from keepstep.protocol.reliable_channel import ReliableChannel, Spoken
 
-LEASE_S = 3.0
-"""The default lease of a node: the controller evicts a node that was silent for so long."""
 REJOIN_FACTOR = 2.0
 """The first lease after a restart of the controller is longer by this factor: an agent may need a whole lease to find
 the controller again, and the job is lost if the evicted nodes held the only copy of the state."""
 LEASE_CHECK_SHARE = 0.25
 """The controller checks the leases at intervals of this share of a lease."""
+UNDECIDED_S = 0.05
+"""The controller checks the leases at this interval while the other ranks stop and report which state they hold."""
 LATE_S = 0.1
 """If a check of the leases is late by more than this, the controller postpones it once, by the same time: it was
 paused, and packets that have arrived meanwhile may still be unread."""
-ISOLATED_S = 60.0
-"""The controller waits for so long before it evicts all nodes at once. If it hears no node at all, its own network has
-probably failed, and evicting all nodes would lose the state."""
 
 
 class ReportsReceived(msgspec.Struct, frozen=True, tag=True):
@@ -56,6 +55,14 @@ class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
     heard_s: float
 
 
+class NodeSilent(msgspec.Struct, frozen=True, tag=True):
+    """A node's lease has expired while the job trains, and without its reports it is not known whether other nodes hold
+    its state. All ranks stop. The node is evicted when the job loses nothing by that."""
+
+    node: str
+    why: str
+
+
 class Departed(msgspec.Struct, frozen=True, tag=True):
     """A node has left the job."""
 
@@ -64,7 +71,12 @@ class Departed(msgspec.Struct, frozen=True, tag=True):
 
 
 class DeadlineCame(msgspec.Struct, frozen=True, tag=True):
-    """A deadline of the recovery machine has come."""
+    """A deadline of the recovery machine has come.
+
+    ``silent`` are nodes that the controller has not heard since the suspicions that it judges now.
+    """
+
+    silent: tuple[str, ...]
 
 
 class Restarted(msgspec.Struct, frozen=True, tag=True):
@@ -97,7 +109,7 @@ class AnswersReceived(msgspec.Struct, frozen=True, tag=True):
         return (msgspec.structs.replace(each, workers=workers) for each in self.reports)
 
 
-Event = ReportsReceived | AnswersReceived | LeaseExpired | Departed | DeadlineCame | Restarted | CalledOff | DrainAsked
+Event = ReportsReceived | AnswersReceived | LeaseExpired | NodeSilent | Departed | DeadlineCame | Restarted | CalledOff | DrainAsked
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -123,10 +135,12 @@ def relive(job: RecoveryMachine, event: Event, now_s: float) -> list[Effect]:
             return [effect for report in event.reports for effect in job.answered(*said, report, now_s)]
         case LeaseExpired():
             return job.node_lost(event.node, f"node {event.node} lost: {event.why}", event.heard_s, now_s)
+        case NodeSilent():
+            return job.node_silent(event.node, event.why, now_s)
         case Departed():
             return job.node_lost(event.node, f"node {event.node} has left: {event.why}", now_s, now_s, is_fault=False)
         case DeadlineCame():
-            return job.tick(now_s)
+            return job.tick(now_s, event.silent)
         case Restarted():
             return job.restarted(now_s)
         case CalledOff():
@@ -200,13 +214,20 @@ class ControllerMachine:
         self._first_node_until_s: float | None = None
         """Time by which a first node must join; None as soon as one has joined."""
         self._awake_s = 0.0
+        deadlines = settings.deadlines
+        self._patience_without_s = {
+            Left.MEMORY: 0.0,
+            Left.CHECKPOINT: deadlines.isolated_s,
+            Left.NOTHING: deadlines.long_s,
+        }
+        """What would be left of the job without a node -> how long the node may be silent, at least."""
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
     def begin(self, now_s: float) -> None:
         """Starts the wait for a first node. If none joins within the start deadline, the job ends."""
         if not self.connections and not self._given_up:
-            self._first_node_until_s = now_s + self.job.settings.start_deadline_s
+            self._first_node_until_s = now_s + self.job.settings.deadlines.start_s
 
     def receive(self, packet: msg.Packet, now_s: float) -> None:
         """Processes a packet of a node's agent.
@@ -333,7 +354,9 @@ class ControllerMachine:
             self.call_off(too_few_nodes(self.job.settings.world_size, 0), now_s)
         due = self.job.next_deadline()
         if due is not None and now_s >= due:
-            self._happened(DeadlineCame(), now_s)
+            since_s = self.job.judges_since(now_s)
+            silent = () if since_s is None else (n for n, each in self.connections.items() if each.heard_s < since_s)
+            self._happened(DeadlineCame(tuple(silent)), now_s)
 
     def _discount_own_pause(self, now_s: float) -> None:
         """Extends all leases by the time in which the controller itself was paused, and could not hear any node."""
@@ -348,12 +371,22 @@ class ControllerMachine:
         connections = self.connections.values()
         last_heard_s = max((connection.heard_s for connection in connections), default=now_s)
         hears_none = not any(connection.is_heard(lease_s, now_s) for connection in connections)
-        is_isolated = hears_none and now_s < last_heard_s + ISOLATED_S
+        is_isolated = hears_none and now_s < last_heard_s + self.job.settings.deadlines.isolated_s
+        is_undecided = False
         for node in [] if is_isolated else silent:
             connection = self.connections[node]
             why = f"no heartbeat for {connection.patience_s(lease_s):g} s"
-            self._happened(LeaseExpired(node, why, connection.heard_s), now_s)
+            match left := self.job.left_without_node(node, silent):
+                case None if self.job.stage is Stage.TRAINING:
+                    self._happened(NodeSilent(node, why), now_s)
+                case Left() if now_s >= connection.heard_s + self._patience_without_s[left]:
+                    self._happened(LeaseExpired(node, why, connection.heard_s), now_s)
+                case _:
+                    pass
+            is_undecided = is_undecided or left is None
         self._schedule_lease_check(lease_s, now_s)
+        if is_undecided:
+            self._check_leases_s = now_s + UNDECIDED_S
 
     def _schedule_lease_check(self, lease_s: float, now_s: float) -> None:
         """Schedules the next check: when a lease may expire, and often enough to notice the controller's own pauses."""

@@ -57,7 +57,11 @@ GROUP_FAULTS = ("group error",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
 MEMORY_FAULTS = ("no room",)
 """Faults in a third of the plans of jobs with second copies of snapshots, drawn from a separate generator."""
-OF_ONE_PROCESS = frozenset({*PROCESS_FAULTS[:7], "spare kill", "two at once"})
+SUSPENSIONS = ("suspend",)
+"""Faults in a tenth of the plans, drawn from a separate generator."""
+OPERATOR_TAKES = 3.0
+"""After so many times the longest deadline for silence, a process that is still silent is killed."""
+OF_ONE_PROCESS = frozenset({*PROCESS_FAULTS[:7], *SUSPENSIONS, "spare kill", "two at once"})
 """Faults that the oracle counts only if they hit a process (`Oracle.suffers`)."""
 WEIGHTS = dict.fromkeys(PROCESS_FAULTS, 3) | dict.fromkeys((*NODE_FAULTS, *CONTROLLER_FAULTS, *OTHER_FAULTS), 2)
 WEIGHTS |= {"kill": 12, "stop": 5, "raise": 1, "blame": 1, "slow": 1, "agent restart": 1}
@@ -114,6 +118,14 @@ def draw_group_error(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tu
     recovery = rng.choice((None, 1))
     at_s = rng.uniform(0.3, 8.0) if recovery is None else rng.choice((0.1, 1.0)) * rng.random()
     return (*plan, SimulatedFault(rng.choice(GROUP_FAULTS), at_s, recovery, None, rng.randrange(64)))
+
+
+def draw_suspension(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
+    """Returns the plan, in a tenth of the cases with a time in which all ranks are stopped."""
+    if rng.random() >= 0.1:
+        return plan
+    lasts_s = rng.choice((0.5, 5.0, 12.0, 40.0)) * (0.8 + 0.4 * rng.random())
+    return (*plan, SimulatedFault(rng.choice(SUSPENSIONS), rng.uniform(0.3, 8.0), None, None, 0, lasts_s))
 
 
 def draw_no_room(
@@ -221,10 +233,27 @@ class Injector:
             victim.is_stopped = True
             if fault.pick % 2:
                 self._until(fault, f"worker {victim.process}", "go_on")
+            else:
+                self._put_down_later(fault, victim)
+
+    def _put_down_later(self, fault: SimulatedFault, victim: SimulatedProcess) -> None:
+        """Kills a process if it is silent for so long that only an operator can help: it has the last copy."""
+        long_s = OPERATOR_TAKES * self._world.layout.settings.deadlines.long_s
+        self._until(dataclasses.replace(fault, lasts_s=long_s), f"worker {victim.process}", "put_down")
+
+    def _suspend(self, fault: SimulatedFault) -> None:
+        """Stops the processes of all ranks at once, and continues them after a while, as ``scontrol suspend`` does."""
+        ranks = [worker for worker in self._world.rank_holders() if not (worker.is_stopped or worker.is_stuck)]
+        for worker in ranks:
+            self._world.oracle.suspended(worker, fault.lasts_s)
+            worker.is_stopped = True
+            self._until(fault, f"worker {worker.process}", "go_on")
+        self._excuse_outside_of_training(fault.kind)
 
     def _deadlock(self, fault: SimulatedFault) -> None:
         if victim := self._hurt(fault):
             victim.is_stuck = True
+            self._put_down_later(fault, victim)
 
     def _slow(self, fault: SimulatedFault) -> None:
         if victim := self._hurt(fault):

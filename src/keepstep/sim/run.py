@@ -17,6 +17,7 @@ from keepstep.sim.faults import (
     draw_plan,
     draw_relays,
     draw_sick_device,
+    draw_suspension,
 )
 from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.recording import Recording
@@ -64,6 +65,7 @@ def case_of(seed: int) -> Case:
     layout = draw_devices(random.Random(f"devices of {seed}"), layout)
     plan = draw_sick_device(random.Random(f"sick device of {seed}"), plan)
     plan = draw_group_error(random.Random(f"group error of {seed}"), plan)
+    plan = draw_suspension(random.Random(f"suspension of {seed}"), plan)
     plan = draw_no_room(random.Random(f"no room of {seed}"), layout, plan)
     return Case(seed, dataclasses.replace(layout, num_relays=num_relays), plan)
 

@@ -14,6 +14,7 @@ from keepstep.protocol.controller import (
     DrainAsked,
     JournalEntry,
     LeaseExpired,
+    NodeSilent,
     ReportsReceived,
     Restarted,
 )
@@ -60,6 +61,8 @@ class Story:
         match entry.event:
             case LeaseExpired():
                 self.add(entry.at_s, "controller", f"gives {entry.event.node} up: {entry.event.why}")
+            case NodeSilent():
+                self.add(entry.at_s, "controller", f"stops the ranks, as {entry.event.node} is silent: {entry.event.why}")
             case Departed():
                 self.add(entry.at_s, "controller", f"lets {entry.event.node} go: {entry.event.why}")
             case Restarted():
@@ -74,7 +77,7 @@ class Story:
                 pass  # the trace already has these answers, from when the ranks sent them
             case ReportsReceived():
                 for report in entry.event.reports:
-                    if isinstance(report, msg.WorkerLost | msg.WorkerFenced | msg.WorkerDone | msg.JobStalled):
+                    if isinstance(report, msg.WorkerLost | msg.WorkerSuspected | msg.SuspicionLifted | msg.WorkerFenced | msg.WorkerDone | msg.JobStalled):
                         self.add(entry.at_s, entry.event.node, f"says: {_brief(report)}")
         for node, order, reason in entry.orders:
             if not isinstance(order, msg.StartWorker) or "job starts" not in reason:
@@ -98,6 +101,10 @@ def _brief(message: msg.AnyMessage) -> str:
             where = f", {tag.phase} of step {tag.step}" if tag else ""
             gone = "gone" if message.gone else "not gone yet"
             return f"worker {message.worker} lost ({message.detail}{where}), {gone}"
+        case msg.WorkerSuspected():
+            return f"worker {message.worker} suspected ({message.detail})"
+        case msg.SuspicionLifted():
+            return f"worker {message.worker} goes on"
         case msg.WorkerReady():
             return f"ready, can be at {' or '.join(map(str, message.reach)) or 'nowhere'}"
         case msg.Stop():

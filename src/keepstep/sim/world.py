@@ -174,6 +174,7 @@ class World:
         parts[shard] = worker.parameters, worker.local.rows
         if len(parts) == len(set(self.layout.shards)):
             self._whole_s.setdefault(step, self.schedule.now_s)
+            worker.has_written(step)
         return True
 
     def loadable_by(self, worker: SimulatedProcess) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class LinkAlone(Link):
             case CollectiveFailed():
                 raise NothingToRecoverFrom(report.error)
             case WorkerJoined():
-                self._give(Assign(0, 1, 0, 0, 1, None))
+                self._give(Assign(0, 1, 0, 0, 1, None, ()))
             case WorkerReady():
                 self._membership = Membership.of([Member(self.worker, "", report.shard)])
                 self._give(Recover(1, max((*report.reach, *report.snapshots)), (), self._membership, (), None))

@@ -18,7 +18,7 @@ from keepstep.errors import (
     StateMismatch,
     StepInterrupted,
 )
-from keepstep.protocol.messages import Rescue, Transfer, text
+from keepstep.protocol.messages import CheckpointWritten, Rescue, Transfer, text
 from keepstep.protocol.moves import Build, End, Load, Save, SaveAndEnd, Train, Undo, Update
 from keepstep.protocol.resume import Action
 from keepstep.weights.device.stages import CannotGoOn
@@ -234,7 +234,11 @@ class Recovery:
         machine, share = self._machine, self._share
         step = machine.steps.step + 1
         may_write = self._saves and (share.is_all or self._agreed_step == step)
-        if self._checkpoints is not None and may_write and not machine.partially_updated:
+        if self._checkpoints is None:
+            return
+        if (written := self._checkpoints.take_written()) is not None:
+            self._coordination.link.send(CheckpointWritten(self._coordination.link.worker, written))
+        if may_write and not machine.partially_updated:
             self._checkpoints.after_step(step, machine.generation, share)
 
     def decide_at_barrier(self) -> None:

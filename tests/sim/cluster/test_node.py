@@ -4,14 +4,14 @@ import dataclasses
 
 from keepstep.protocol import messages as msg
 from keepstep.sim.cluster.control.network import CONTROLLER
-from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout
+from keepstep.sim.cluster.layout import SETTINGS, ClusterLayout, NodeLayout
 from keepstep.sim.world import World
 
 
 def test_an_order_for_a_process_that_is_being_started_waits_for_it() -> None:
     """The two come in one packet where the first of them was lost. A rank that never hears of a stop never answers."""
     settings = dataclasses.replace(SETTINGS, world_size=1, ranks_per_node=1)
-    world = World(ClusterLayout((NodeLayout("node-0", 1, "rack"),), ("0",), settings, LIVENESS), seed=0)
+    world = World(ClusterLayout((NodeLayout("node-0", 1, "rack"),), ("0",), settings), seed=0)
     world.freeze(CONTROLLER)
     node = world.nodes["node-0"]
     node.boot()

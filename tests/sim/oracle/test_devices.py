@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout
+from keepstep.sim.cluster.layout import SETTINGS, ClusterLayout, NodeLayout
 from keepstep.sim.cluster.node import SimulatedNode
 from keepstep.sim.oracle.checks import Check, ViolationError
 from keepstep.sim.oracle.devices import DeviceWatch
@@ -16,7 +16,7 @@ from keepstep.sim.world import World
 def node() -> SimulatedNode:
     """Of three devices, with room for two spares beyond them."""
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=2)
-    layout = ClusterLayout((NodeLayout("node-0", 5, "rack", num_devices=3),), ("0",) * 2, settings, LIVENESS)
+    layout = ClusterLayout((NodeLayout("node-0", 5, "rack", num_devices=3),), ("0",) * 2, settings)
     return World(layout, seed=0).nodes["node-0"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from keepstep.protocol.node.effects import Spawn
 from keepstep.sim.cluster.collectives import WORLD
 from keepstep.sim.cluster.groups.registry import SimulatedGroup
-from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout
+from keepstep.sim.cluster.layout import SETTINGS, ClusterLayout, NodeLayout
 from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.oracle.checks import Check, ViolationError
 from keepstep.sim.oracle.groups import GroupWatch
@@ -25,7 +25,7 @@ OPERATION = (1, 7, GROUP)
 def world() -> World:
     """Ranks 0 to 3 are processes 1 to 4, and there is a fifth."""
     settings = dataclasses.replace(SETTINGS, world_size=4, num_spares=1, ranks_per_node=4)
-    layout = ClusterLayout((NodeLayout("node-0", 5, "rack"),), ("0", "1") * 2, settings, LIVENESS, has_mesh=True)
+    layout = ClusterLayout((NodeLayout("node-0", 5, "rack"),), ("0", "1") * 2, settings, has_mesh=True)
     world = World(layout, seed=0)
     for number in range(5):
         world.add_process(world.nodes["node-0"], Spawn(number, number if number < 4 else None, 1, None, 0))

@@ -9,7 +9,7 @@ import pytest
 from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import JournalEntry, ReportsReceived
 from keepstep.protocol.node.effects import Spawn
-from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout
+from keepstep.sim.cluster.layout import SETTINGS, ClusterLayout, NodeLayout
 from keepstep.sim.oracle.checks import Check, ViolationError
 from keepstep.sim.oracle.placement import Loss, SpareChoice
 from keepstep.sim.world import World
@@ -27,7 +27,7 @@ def choice() -> SpareChoice:
     """Of a job that has lost a process of node-1: spare 8 is on node-0 and spare 9 on node-1."""
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=1)
     nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(2))
-    world = World(ClusterLayout(nodes, ("0", "0"), settings, LIVENESS), seed=0)
+    world = World(ClusterLayout(nodes, ("0", "0"), settings), seed=0)
     for number, node in ((8, "node-0"), (9, "node-1")):
         world.add_process(world.nodes[node], Spawn(number, None, 1, None, 0))
     return SpareChoice(world)

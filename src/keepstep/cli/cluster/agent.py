@@ -102,7 +102,7 @@ def hosted_controller(
     command = [sys.executable, "-m", "keepstep.cli.main", "controller", "--parent", str(os.getpid())]
     command += ["--listen", endpoint, "--nnodes", arguments.nnodes, "--nproc-per-node", str(shape.ranks_per_node)]
     command += ["--spares", str(shape.num_spares), "--lease", str(arguments.lease), "--tls", arguments.tls]
-    command += ["--grace", str(grace_of(arguments))]
+    command += ["--grace", str(grace_of(arguments)), "--hang-after", arguments.hang_after]
     command += ["--run-dir", str(run_dir)]
     for flag in ("max_restarts", "min_nodes", "quarantine", "report", "trace", "log_json"):
         if getattr(arguments, flag) is not None:

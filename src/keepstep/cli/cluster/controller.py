@@ -13,7 +13,7 @@ from keepstep.launcher.cluster.flags import (
     MAX_RELAYS,
     NODES_PER_RELAY,
     add_controller_flags,
-    add_placement_flags,
+    add_recovery_flags,
     endpoint_of,
     num_relays_for,
     shape_of,
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--drain", action="store_true", help=argparse.SUPPRESS)
-    add_placement_flags(parser)
+    add_recovery_flags(parser)
     add_controller_flags(parser)
     add_output_flags(parser)
     return parser

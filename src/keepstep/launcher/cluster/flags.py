@@ -14,7 +14,7 @@ import socket
 from keepstep import config
 from keepstep.agent.settings import NodePlace
 from keepstep.errors import ConfigurationError
-from keepstep.protocol.controller import LEASE_S
+from keepstep.protocol.deadlines import LEASE_S, Deadlines
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
 from keepstep.protocol.recovery.settings import QUARANTINE_FAILURES, QUARANTINE_WINDOW_S
 from keepstep.transports.interface import PATIENCE_S
@@ -72,7 +72,7 @@ class Shape:
         """Returns the settings of the controller's recovery machine.
 
         Raises:
-            ConfigurationError: ``--quarantine``, ``--min-nodes`` or ``--grace`` has an invalid value.
+            ConfigurationError: ``--quarantine``, ``--min-nodes``, ``--grace`` or ``--hang-after`` has an invalid value.
         """
         num_failures, window_s = _quarantine_of(arguments.quarantine)
         return RecoverySettings(
@@ -84,6 +84,7 @@ class Shape:
             quarantine_failures=num_failures,
             quarantine_window_s=window_s,
             grace_s=grace_of(arguments),
+            deadlines=deadlines_of(arguments),
         )
 
 
@@ -158,8 +159,13 @@ def add_controller_flags(parser: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
-def add_placement_flags(parser: argparse._ActionsContainer) -> None:
-    """Adds the flags of every job that control on which node and device a rank is placed."""
+def add_recovery_flags(parser: argparse._ActionsContainer) -> None:
+    """Adds the flags of every job that decide when a rank is replaced, and on which node and device."""
+    parser.add_argument(
+        "--hang-after", default=f"{Deadlines().hang_after_s:g}:{Deadlines().hang_factor:g}", metavar="SECONDS[:FACTOR]",
+        help="a rank hangs if it makes no progress for this long, and for FACTOR times the longest recent phase of its "
+        "own process (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--quarantine", default=f"{QUARANTINE_FAILURES}:{QUARANTINE_WINDOW_S:g}", metavar="N:SECONDS|off",
         help="use a node or device that failed N times within SECONDS only if no other spare is left "
@@ -200,6 +206,23 @@ def grace_of(arguments: argparse.Namespace) -> float:
     if asked is not None and not 0 <= asked < math.inf:
         raise ConfigurationError(f"--grace {asked}: must be a number of seconds, 0 or more")
     return GRACE_S if asked is None else float(asked)
+
+
+def deadlines_of(arguments: argparse.Namespace) -> Deadlines:
+    """Returns the deadlines of a job with ``--hang-after``.
+
+    Raises:
+        ConfigurationError: the value is not SECONDS or SECONDS:FACTOR, both positive.
+    """
+    text, defaults = arguments.hang_after, Deadlines()
+    seconds, _, factor = text.partition(":")
+    try:
+        hang_after_s, hang_factor = float(seconds), float(factor) if factor else defaults.hang_factor
+    except ValueError:
+        hang_after_s = hang_factor = math.nan
+    if not (0 < hang_after_s < math.inf and 0 < hang_factor < math.inf):
+        raise ConfigurationError(f"--hang-after {text}: must be SECONDS, or SECONDS:FACTOR, both positive")
+    return dataclasses.replace(defaults, hang_after_s=hang_after_s, hang_factor=hang_factor)
 
 
 def shape_of(nnodes: str, ranks_per_node: int, num_spares: int) -> Shape:

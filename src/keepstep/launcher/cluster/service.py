@@ -28,7 +28,8 @@ from keepstep.launcher.cluster.flags import split
 from keepstep.launcher.console import follow
 from keepstep.launcher.recording import Outputs, record_run
 from keepstep.launcher.signals import end_signals, ended_by, stop_signal
-from keepstep.protocol.controller import LEASE_S, ControllerMachine, JournalEntry
+from keepstep.protocol.controller import ControllerMachine, JournalEntry
+from keepstep.protocol.deadlines import LEASE_S
 from keepstep.protocol.lease import HOLD_S
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings

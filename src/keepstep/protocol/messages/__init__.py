@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from keepstep.protocol.messages.base import (
     Cause,
+    FirstPhases,
     Message,
     Seconds,
     Tag,
@@ -46,6 +47,7 @@ from keepstep.protocol.messages.orders import (
 from keepstep.protocol.messages.reports import (
     MAX_STORE_VALUE_BYTES,
     STORE_OPERATIONS_THAT_WAIT,
+    CheckpointWritten,
     ClockAsked,
     CollectiveFailed,
     DevicesClosed,
@@ -69,6 +71,7 @@ from keepstep.protocol.messages.reports import (
     StepObserved,
     StepsFinished,
     StoreRequested,
+    SuspicionLifted,
     WeightsObserved,
     WorkerDone,
     WorkerEnded,
@@ -78,6 +81,7 @@ from keepstep.protocol.messages.reports import (
     WorkerLost,
     WorkerReady,
     WorkerStarted,
+    WorkerSuspected,
 )
 
 __all__ = [
@@ -90,6 +94,7 @@ __all__ = [
     "Aside",
     "Assign",
     "Cause",
+    "CheckpointWritten",
     "ClockAsked",
     "ClockTold",
     "CollectiveFailed",
@@ -99,6 +104,7 @@ __all__ = [
     "Drained",
     "EndJob",
     "FenceWorker",
+    "FirstPhases",
     "GroupAnswer",
     "GroupsReset",
     "Hold",
@@ -143,6 +149,7 @@ __all__ = [
     "Stop",
     "StoreAnswered",
     "StoreRequested",
+    "SuspicionLifted",
     "Tag",
     "Terminate",
     "Transfer",
@@ -157,6 +164,7 @@ __all__ = [
     "WorkerReady",
     "WorkerReport",
     "WorkerStarted",
+    "WorkerSuspected",
     "text",
 ]
 
@@ -165,11 +173,27 @@ GroupAnswer: TypeAlias = SafePointReached | GroupsReset | StateRecovered | Steps
 Question: TypeAlias = StoreRequested | OnceRequested
 """Requests whose answer the worker waits for."""
 WorkerReport: TypeAlias = (
-    GroupAnswer | Question | WorkerJoined | RankAwaited | WorkerReady | CollectiveFailed | WorkerFailed | StateRescued
+    GroupAnswer
+    | Question
+    | WorkerJoined
+    | RankAwaited
+    | WorkerReady
+    | CheckpointWritten
+    | CollectiveFailed
+    | WorkerFailed
+    | StateRescued
 )
 NodeReport: TypeAlias = NodeJoined | NodeDraining | DevicesClosed | JobStalled | RanksStand | StepObserved
 AgentReport: TypeAlias = (
-    NodeReport | WorkerStarted | SnapshotsLeft | WorkerLost | WorkerEnded | WorkerDone | WorkerFenced
+    NodeReport
+    | WorkerStarted
+    | WorkerSuspected
+    | SuspicionLifted
+    | SnapshotsLeft
+    | WorkerLost
+    | WorkerEnded
+    | WorkerDone
+    | WorkerFenced
 )
 HolderOrder: TypeAlias = Stop | Recover | Resume | Complete | Abandon | Rescue | Hold | Drain | Terminate
 """For every worker that holds a rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -16,7 +16,7 @@ restarted controller could not read them."""
 
 
 class Cause(enum.StrEnum):
-    """The cause of a recovery."""
+    """The cause of a recovery, or of the suspicion that leads to one."""
 
     DIED = "process died"
     """The agent does not know the exit status yet; see `WorkerEnded`."""
@@ -44,3 +44,8 @@ class Tag(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     generation: int
     step: int
     phase: Phase
+
+
+FirstPhases: TypeAlias = tuple[tuple[Phase, Seconds], ...]
+"""(phase, duration) pairs, ascending: the longest first phase of each kind that a process of the job has had. It may
+include compilation, lazy initialisation and the first batch. See `keepstep.protocol.node.liveness`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from keepstep.protocol.messages.base import Message, Seconds
+from keepstep.protocol.messages.base import FirstPhases, Message, Seconds
 from keepstep.protocol.messages.membership import Membership, MembershipChange
 
 
@@ -34,6 +34,7 @@ class Assign(Message, frozen=True):
     """The worker holds ``rank`` from this generation on, and ``local_rank`` among the ranks of its node.
 
     ``device`` is None, except for a parked spare: its agent fills in the device that the spare takes with the rank.
+    ``first_phases`` are for the agent: by them it sets the deadlines for the worker's own first phases.
     """
 
     worker: int
@@ -42,6 +43,7 @@ class Assign(Message, frozen=True):
     local_rank: int
     local_world_size: int
     device: int | None
+    first_phases: FirstPhases
 
 
 class PassSnapshots(Message, frozen=True):

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from keepstep.protocol.messages.base import Cause, Message, Seconds, Tag
+from keepstep.protocol.messages.base import Cause, FirstPhases, Message, Seconds, Tag
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import Standing
 
@@ -44,6 +44,13 @@ class WorkerReady(Message, frozen=True):
     snapshots: tuple[int, ...]
     checkpointing: bool
     shard: str
+
+
+class CheckpointWritten(Message, frozen=True):
+    """The checkpoint of a step is complete: fresh processes can go on from there."""
+
+    worker: int
+    step: int
 
 
 class CollectiveFailed(Message, frozen=True):
@@ -194,8 +201,29 @@ class WorkerStarted(Message, frozen=True):
     pid: int
 
 
+class WorkerSuspected(Message, frozen=True):
+    """A worker has made no progress past its deadline, or its process is stopped. It may still go on.
+
+    ``cause`` is `Cause.HANG` or `Cause.STOPPED`. ``since_s`` is the time of its last progress, on the controller's
+    monotonic clock. ``snapshots`` are those in its memory, which its node would keep if the process were killed.
+    """
+
+    worker: int
+    cause: Cause
+    detail: str
+    tag: Tag | None
+    since_s: Seconds
+    snapshots: SnapshotsByRank
+
+
+class SuspicionLifted(Message, frozen=True):
+    """A suspected worker goes on, or waits for others."""
+
+    worker: int
+
+
 class WorkerLost(Message, frozen=True):
-    """A worker's process is gone or unresponsive.
+    """A worker's process is gone, or must not go on.
 
     ``gone`` is True if the process no longer exists; then it needs no fence. ``since_s`` is the estimated time of the
     failure itself, on the controller's monotonic clock. The recovery's report shows it.
@@ -263,7 +291,7 @@ class StepObserved(Message, frozen=True):
     """All ranks of a node have completed their first step in a generation, as their tag pages show.
 
     ``at_s`` is the estimated time at which the last rank completed it, on the controller's monotonic clock. ``step_s``
-    is the duration of the step on the slowest rank.
+    is the duration of the step on the slowest rank. ``first_phases`` are the longest that the node knows of.
     """
 
     node: str
@@ -271,6 +299,7 @@ class StepObserved(Message, frozen=True):
     step: int
     at_s: Seconds
     step_s: Seconds
+    first_phases: FirstPhases
 
 
 class NodeDraining(Message, frozen=True):

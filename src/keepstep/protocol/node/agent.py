@@ -1,7 +1,7 @@
 """The agent's machine: carries out the controller's orders on one node, and reports on the node's workers.
 
 The shell around it owns processes and sockets. It passes their events to the machine, performs the effects, and sends
-the packets. `keepstep.protocol.node.liveness` decides which workers hang.
+the packets. `keepstep.protocol.node.liveness` decides which workers are suspected to hang.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages as msg
+from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.node.effects import (
     AgentEffect,
@@ -28,7 +29,7 @@ from keepstep.protocol.node.effects import (
     Signal,
     Spawn,
 )
-from keepstep.protocol.node.liveness import LivenessMachine, LivenessSettings, Observation
+from keepstep.protocol.node.liveness import LivenessMachine, Observation
 from keepstep.protocol.node.parked import device_for
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_FAILED
@@ -66,19 +67,19 @@ class AgentMachine:
     """The agent's machine for one node of a job. It needs one thread, and reads no clock."""
 
     def __init__(
-        self, joined: msg.NodeJoined, incarnation: int, liveness: LivenessSettings, devices_of_parked: int = 0
+        self, joined: msg.NodeJoined, incarnation: int, deadlines: Deadlines, devices_of_parked: int = 0
     ) -> None:
         """Args:
         joined, incarnation: of this node.
-        liveness: settings of hang detection.
+        deadlines: of the job.
         devices_of_parked: number of the node's devices if spares are parked, and take one with the rank; else 0.
         """
         self.node = joined.node
         self.incarnation = incarnation
-        self.liveness = LivenessMachine(joined.node, liveness)
+        self.liveness = LivenessMachine(joined.node, deadlines)
         self._joined = joined
         self._devices_of_parked = devices_of_parked
-        self._liveness_settings = liveness
+        self._deadlines = deadlines
         self.channel = ReliableChannel(joined.node, incarnation)
         self.channel.say([joined])
         self._processes: dict[int, _Process] = {}
@@ -89,9 +90,11 @@ class AgentMachine:
         self._membership: msg.Membership | None = None
         """The last membership from the controller."""
         self._first_steps: dict[int, _FirstSteps] = {}
-        self._watch = StandingWatch(liveness.explain_s)
+        self._watch = StandingWatch(deadlines.explain_s)
         self._stall: msg.JobStalled | None = None
         """A report that waits until the agent has sent where the ranks wait."""
+        self._suspicions: list[msg.WorkerSuspected] = []
+        """Reports that wait until the agent has read which snapshots the workers have in memory."""
         self._evicted = False
         self._departing: msg.NodeLeft | None = None
         self._is_terminating = False
@@ -182,13 +185,17 @@ class AgentMachine:
         if self._evicted:
             return
         for verdict in () if self._is_terminating else self.liveness.judge(now_s):
-            if isinstance(verdict, msg.JobStalled):
-                self._stall = verdict
-            else:
-                self._say(verdict)
+            match verdict:
+                case msg.WorkerSuspected():
+                    self._suspicions.append(verdict)
+                case msg.SuspicionLifted():
+                    self._say(verdict)
+                case msg.JobStalled():
+                    self._stall = verdict
         still_s = {number: duration_s for number, _, duration_s in self.liveness.standing(0.0, now_s)}
-        if self._stall is not None or self._watch.is_due(still_s, now_s):
-            self._effects.append(LookCloser(tuple(still_s)))
+        if self._suspicions or self._stall is not None or self._watch.is_due(still_s, now_s):
+            suspected = (each.worker for each in self._suspicions)
+            self._effects.append(LookCloser(tuple(dict.fromkeys((*still_s, *suspected)))))
         if self._held and now_s >= self._held_since_s + HOLD_S:
             self._release()
 
@@ -231,6 +238,7 @@ class AgentMachine:
                         order = msgspec.structs.replace(order, device=process.device)
                     process.rank = order.rank
                     self.liveness.watch(order.worker, order.rank, now_s)
+                    self.liveness.learn(order.first_phases)
                     self._effects.append(HandOver((order.worker,), order))
             case msg.PassSnapshots():
                 self._effects.append(PassMemory(order.worker, order.rank, order.keepers))
@@ -311,8 +319,9 @@ class AgentMachine:
         self._evicted = False
         self._effects.append(ReleaseMemory(None))
         self.incarnation += 1
-        self.liveness = LivenessMachine(self.node, self._liveness_settings)
-        self._watch, self._stall = StandingWatch(self._liveness_settings.explain_s), None
+        self.liveness = LivenessMachine(self.node, self._deadlines)
+        self._watch, self._stall = StandingWatch(self._deadlines.explain_s), None
+        self._suspicions.clear()
         self._first_steps.clear()
         self.channel = ReliableChannel(self.node, self.incarnation)
         self.channel.say([self._joined])
@@ -417,8 +426,19 @@ class AgentMachine:
         """Records that a worker has completed a phase; see `LivenessMachine.passed`."""
         self.liveness.passed(number, phase, began_s, ended_s)
 
-    def looked_closer(self, counts: Mapping[int, Sequence[OperationCount]], now_s: float) -> None:
-        """Reports where ranks wait. ``counts``: worker -> the operation counts that `LookCloser` requested."""
+    def looked_closer(
+        self,
+        counts: Mapping[int, Sequence[OperationCount]],
+        snapshots: Mapping[int, msg.SnapshotsByRank],
+        now_s: float,
+    ) -> None:
+        """Reports where ranks wait, and suspected workers.
+
+        Args:
+            counts: worker -> the operation counts that `LookCloser` requested.
+            snapshots: worker -> the snapshots in its memory that `LookCloser` requested.
+            now_s: the present time.
+        """
         still = self.liveness.standing(0.0, now_s)
         least_s = self._watch.least_s(max((each[2] for each in still), default=0.0), is_stalled=self._stall is not None)
         found = (_standing(*each, counts.get(each[0], ())) for each in still if each[2] >= least_s)
@@ -426,6 +446,9 @@ class AgentMachine:
         if news is not None:
             generation = max((look.tag.generation for _, look, _ in still), default=0)
             self._say(msg.RanksStand(self.node, generation, news))
+        for suspicion in self._suspicions:
+            self._say(msgspec.structs.replace(suspicion, snapshots=snapshots.get(suspicion.worker, ())))
+        self._suspicions.clear()
         if self._stall is not None:
             self._say(self._stall)
             self._stall = None
@@ -439,7 +462,8 @@ class AgentMachine:
         first.at_s, first.step_s = max(first.at_s, at_s), max(first.step_s, step_s)
         if first.workers >= self._speakers():
             del self._first_steps[generation]
-            self._say(msg.StepObserved(self.node, generation, step, first.at_s, first.step_s))
+            first_phases = self.liveness.first_phases
+            self._say(msg.StepObserved(self.node, generation, step, first.at_s, first.step_s, first_phases))
 
     # ---- to the controller ------------------------------------------------------------------------------------------
 
@@ -479,7 +503,7 @@ class AgentMachine:
     def _say(self, report: msg.Report) -> None:
         self._release()
         match report:
-            case msg.WorkerLost():
+            case msg.WorkerLost() | msg.WorkerSuspected():
                 report = msgspec.structs.replace(report, since_s=report.since_s + self.clock_offset_s)
             case msg.StepObserved():
                 report = msgspec.structs.replace(report, at_s=report.at_s + self.clock_offset_s)

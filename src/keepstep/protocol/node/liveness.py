@@ -1,9 +1,12 @@
-"""Hang detection of the agent's machine: decides from observations which workers are lost.
+"""Hang detection of the agent's machine: decides from observations which workers are suspected to hang.
 
-Only the progress of the *training* thread counts, never a heartbeat of another thread. Lack of progress is a fault only
-if the worker does not wait for another one. A rank inside a collective waits for the rank that has not entered it, and
-killing it would be a bug. If every rank of the node waits past its deadline, the agent reports the job as stalled. The
-controller then stops all ranks, and the agent blames a rank that does not stop.
+Only the progress of the *training* thread counts, never a heartbeat of another thread. Lack of progress is suspicious
+only if the worker does not wait for another one. A rank inside a collective waits for the rank that has not entered it,
+and killing it would be a bug. If every rank of the node waits past its deadline, the agent reports the job as stalled.
+The controller then stops all ranks, and the agent suspects a rank that does not stop.
+
+Each deadline is learnt from the process itself. A warm process says nothing about a fresh one, which opens its data,
+compiles and allocates in its first step, so first phases are compared with first phases only.
 """
 
 from __future__ import annotations
@@ -12,13 +15,15 @@ import dataclasses
 import math
 from collections import deque
 
-from keepstep.protocol.messages import Cause, JobStalled, Tag, WorkerLost
+from keepstep.protocol.deadlines import Deadlines
+from keepstep.protocol.messages import Cause, FirstPhases, JobStalled, SuspicionLifted, Tag, WorkerSuspected
 from keepstep.protocol.phases import Phase
 
 WINDOW = 64
 """Number of recent durations kept for each phase. The deadline of the phase follows from the longest of them."""
-MEASURED = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER})
-"""The phases whose deadline follows from measured durations."""
+MEASURED = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED})
+"""The phases whose deadline follows from measured durations. The others contain code of the script that keepstep knows
+nothing about: `Phase.OPTIMIZER` lasts until the end of the step, with all lines after the update."""
 
 
 def was_passed(before: Tag, after: Tag) -> bool:
@@ -42,26 +47,7 @@ class Observation:
     stopped: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LivenessSettings:
-    """Deadlines in seconds. With the defaults, a hang can be repaired within ``max(1 s, 3 x the phase)``."""
-
-    floor_s: float = 0.75
-    factor: float = 2.5
-    """A phase may take ``max(floor_s, factor x its longest recent duration)``."""
-    stopped_s: float = 0.3
-    """How long SIGSTOP may hold a process. Short, because the operating system shows this state with certainty."""
-    unknown_s: float = 120.0
-    """Deadline of a phase without a measured duration, which may include compilation and lazy initialisation."""
-    between_steps_s: float = 600.0
-    """Deadline of the start-up and between two steps, where a script may evaluate and save for long."""
-    recovery_s: float = 30.0
-    """Deadline for connecting groups and moving state. Each sign of progress restarts it."""
-    explain_s: float = 30.0
-    """After this time without progress, the agent reports where ranks wait. Longer than most evaluations on a single
-    rank, and short enough for a person who watches a hanging job."""
-    blind_s: float = 0.5
-    """If an agent has not observed for longer, it was paused itself, and cannot know which workers made progress."""
+Verdict = WorkerSuspected | SuspicionLifted | JobStalled
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,20 +60,24 @@ class _Watched:
     stopped_since_s: float | None = None
     stopping: bool = False
     safe: bool = False
-    lost: bool = False
+    suspected: bool = False
     builds: bool = False
     """Whether the worker is a spare whose script waits for the rank before its first step. Then the deadline of the
     start-up holds, not that of a recovery."""
+    recent_s: dict[Phase, deque[float]] = dataclasses.field(default_factory=dict)
+    """Durations of its completed phases, without the first one of each kind. A phase is absent until its first one has
+    ended."""
 
 
 class LivenessMachine:
     """Watches the workers of one node. Call `observe` for each worker, then `judge`, and report the verdicts."""
 
-    def __init__(self, node: str, settings: LivenessSettings) -> None:
+    def __init__(self, node: str, deadlines: Deadlines) -> None:
         self.node = node
-        self.settings = settings
+        self.deadlines = deadlines
         self._workers: dict[int, _Watched] = {}
-        self._durations: dict[Phase, deque[float]] = {phase: deque(maxlen=WINDOW) for phase in Phase}
+        self._first_s: dict[Phase, float] = {}
+        """The longest first phase of each kind that any process of the job has had, as far as this node knows."""
         self._stalled_generation = -1
         self._looked_s: float | None = None
         self.is_initialised = False
@@ -97,6 +87,16 @@ class LivenessMachine:
         """Begins to watch a started worker, or records the rank of a spare."""
         watched = self._workers.setdefault(worker, _Watched(rank, changed_s=now_s, measured_from_s=now_s))
         watched.rank = rank
+
+    def learn(self, first_phases: FirstPhases) -> None:
+        """Records how long the first phases of other processes of the job took."""
+        for phase, duration_s in first_phases:
+            self._first_s[phase] = max(duration_s, self._first_s.get(phase, 0.0))
+
+    @property
+    def first_phases(self) -> FirstPhases:
+        """The longest first phase of each kind that any process of the job has had, as far as this node knows."""
+        return tuple(sorted(self._first_s.items()))
 
     def forget(self, worker: int) -> None:
         """Ends the watch of a worker whose process is gone."""
@@ -158,42 +158,74 @@ class LivenessMachine:
             ended_s: when it ended, on the same clock.
         """
         watched = self._workers.get(worker)
-        if watched is not None and not watched.stopping and watched.measured_from_s <= began_s <= ended_s:
-            self._durations[phase].append(ended_s - began_s)
+        if watched is None or watched.stopping or not watched.measured_from_s <= began_s <= ended_s:
+            return
+        if phase in watched.recent_s:
+            watched.recent_s[phase].append(ended_s - began_s)
+        else:
+            watched.recent_s[phase] = deque(maxlen=WINDOW)
+            self.learn(((phase, ended_s - began_s),))
 
     def deadline_s(self, worker: int) -> float:
         """Returns how long this worker may make no progress in its current phase, in seconds."""
-        watched = self._workers[worker]
+        watched, deadlines = self._workers[worker], self.deadlines
         phase = watched.seen.tag.phase if watched.seen else Phase.STARTING
         if phase is Phase.STARTING and not self.is_initialised:
             return math.inf
         if watched.stopping and watched.safe and not watched.builds:
-            return self.settings.recovery_s
-        if phase in (Phase.STARTING, Phase.UPDATED):
-            return self.settings.between_steps_s
-        known = self._durations[phase]
-        return max(self.settings.floor_s, self.settings.factor * max(known)) if known else self.settings.unknown_s
+            return deadlines.recovery_s
+        if phase not in MEASURED:
+            return deadlines.long_s
+        longest_s = max(watched.recent_s.get(phase, ()), default=self._first_s.get(phase))
+        if longest_s is None:
+            return deadlines.long_s
+        return max(deadlines.hang_after_s, deadlines.hang_factor * longest_s)
 
-    def judge(self, now_s: float) -> list[WorkerLost | JobStalled]:
-        """Returns the lost workers. If all ranks of the node wait past their deadlines, and none is at fault, returns a
-        `JobStalled` instead, once for each stall."""
+    def judge(self, now_s: float) -> list[Verdict]:
+        """Returns the workers that are newly suspected, and those that are not any more. If all ranks of the node wait
+        past their deadlines, and none is suspected, returns a `JobStalled` instead, once for each stall."""
         self._discount_own_pause(now_s)
-        verdicts: list[WorkerLost | JobStalled] = []
-        holders = [number for number, watched in self._workers.items() if watched.rank is not None]
-        overdue = [number for number in holders if self._still_s(number, now_s) > self.deadline_s(number)]
+        verdicts: list[Verdict] = []
         for number, watched in self._workers.items():
-            if watched.lost or watched.seen is None:
-                continue
-            stopped_since_s = watched.stopped_since_s
-            if stopped_since_s is not None and now_s - stopped_since_s > self.settings.stopped_s:
-                verdicts.append(self._blame(number, Cause.STOPPED, "its process is stopped (SIGSTOP)", now_s))
-            elif number in overdue and self._at_fault(watched):
-                verdicts.append(self._blame(number, Cause.HANG, "no progress, and it waits for no other rank", now_s))
-        if len(overdue) < len(holders):
+            suspicion = self._suspicion(number, watched, now_s)
+            if suspicion is not None and not watched.suspected:
+                verdicts.append(suspicion)
+            elif suspicion is None and watched.suspected:
+                verdicts.append(SuspicionLifted(number))
+            watched.suspected = suspicion is not None
+        holders = [number for number, watched in self._workers.items() if watched.rank is not None]
+        if not all(self._waits_too_long(number, now_s) for number in holders):
             self._stalled_generation = -1
-        elif not verdicts and holders:
+        elif holders and not any(watched.suspected for watched in self._workers.values()):
             verdicts += self._stalled(holders)
         return verdicts
+
+    def _suspicion(self, number: int, watched: _Watched, now_s: float) -> WorkerSuspected | None:
+        """Returns why a worker is suspected now; None if it is not. The caller adds the snapshots in its memory."""
+        look = watched.seen
+        if look is None:
+            return None
+        where = f"{look.tag.phase} of step {look.tag.step}"
+        if (since_s := watched.stopped_since_s) is not None and now_s - since_s > self.deadlines.hang_after_s:
+            stopped_s = f"for {now_s - since_s:.1f} s (allowed {self.deadlines.hang_after_s:.1f} s)"
+            detail = f"its process has been stopped by a signal (SIGSTOP) in {where} {stopped_s}"
+            return WorkerSuspected(number, Cause.STOPPED, detail, look.tag, since_s, ())
+        still_s, deadline_s = now_s - watched.changed_s, self.deadline_s(number)
+        excused = look.waiting or (look.in_collective and not watched.stopping)
+        if watched.rank is None or excused or still_s <= deadline_s:
+            return None
+        detail = f"no progress in {where} for {still_s:.1f} s (allowed {deadline_s:.1f} s), and it waits for no other rank"
+        return WorkerSuspected(number, Cause.HANG, detail, look.tag, watched.changed_s, ())
+
+    def _waits_too_long(self, number: int, now_s: float) -> bool:
+        """Whether a rank has made no progress past its deadline. A rank that waits for others does nothing of its own
+        meanwhile, so the wait has no longer deadline than the least."""
+        watched = self._workers[number]
+        deadline_s = self.deadline_s(number)
+        if watched.seen is not None and (watched.seen.waiting or watched.seen.in_collective):
+            if watched.seen.tag.phase not in MEASURED:
+                deadline_s = min(deadline_s, self.deadlines.hang_after_s)
+        return now_s - watched.changed_s > deadline_s
 
     def standing(self, least_s: float, now_s: float) -> list[tuple[int, Observation, float]]:
         """Returns the rank holders without progress for at least ``least_s``, except in recoveries.
@@ -204,14 +236,14 @@ class LivenessMachine:
         return [
             (number, watched.seen, still_s)
             for number, watched in self._workers.items()
-            if watched.rank is not None and watched.seen is not None and not (watched.stopping or watched.lost)
-            if (still_s := self._still_s(number, now_s)) >= least_s
+            if watched.rank is not None and watched.seen is not None and not watched.stopping
+            if (still_s := now_s - watched.changed_s) >= least_s
         ]
 
     def _discount_own_pause(self, now_s: float) -> None:
         """Extends all deadlines by the time in which the agent itself was paused, or by which its clock jumped."""
         before, self._looked_s = self._looked_s, now_s
-        if before is None or abs(now_s - before) <= self.settings.blind_s:
+        if before is None or abs(now_s - before) <= self.deadlines.blind_s:
             return
         gap_s = now_s - before
         for watched in self._workers.values():
@@ -220,14 +252,9 @@ class LivenessMachine:
             if watched.stopped_since_s is not None:
                 watched.stopped_since_s += gap_s
 
-    def _at_fault(self, watched: _Watched) -> bool:
-        if watched.seen is None or watched.seen.waiting:
-            return False
-        return watched.stopping or not watched.seen.in_collective
-
     def _stalled(self, holders: list[int]) -> list[JobStalled]:
         looks = [watched.seen for number, watched in self._workers.items() if number in holders and watched.seen]
-        if not looks or not all(look.in_collective or look.waiting for look in looks):
+        if not looks or not all((look.in_collective or look.waiting) and not look.stopped for look in looks):
             return []
         generation = max(look.tag.generation for look in looks)
         if generation == self._stalled_generation:
@@ -235,15 +262,3 @@ class LivenessMachine:
         self._stalled_generation = generation
         detail = f"all {len(looks)} ranks of {self.node} wait for others past their deadline"
         return [JobStalled(self.node, generation, detail)]
-
-    def _still_s(self, worker: int, now_s: float) -> float:
-        return now_s - self._workers[worker].changed_s
-
-    def _blame(self, worker: int, cause: Cause, why: str, now_s: float) -> WorkerLost:
-        watched = self._workers[worker]
-        watched.lost = True
-        still_s = self._still_s(worker, now_s)
-        tag = watched.seen.tag if watched.seen else None
-        where = f"{tag.phase} of step {tag.step}" if tag else "start-up"
-        detail = f"hung in {where} for {still_s:.2f} s (allowed {self.deadline_s(worker):.2f} s): {why}"
-        return WorkerLost(worker, cause, detail, False, tag, watched.changed_s)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.protocol.messages import Membership, MembershipChange, PassSnapshots, ReleaseSnapshots
+from keepstep.protocol.messages import (
+    Membership,
+    MembershipChange,
+    PassSnapshots,
+    ReleaseSnapshots,
+    WorkerSuspected,
+)
+from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery.end.drain import JobDrain
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement.kept import KeptSnapshots, SnapshotRegister
@@ -15,6 +22,7 @@ from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.recovery.records import RecoveryRecord
 from keepstep.protocol.recovery.settings import RecoverySettings
 from keepstep.protocol.recovery.standstill import Standstill
+from keepstep.protocol.recovery.suspicion import Suspicion
 
 
 class JobState:
@@ -35,10 +43,16 @@ class JobState:
         self.orders = Orders()
         self.processes = Processes(settings, self.roster, self.orders)
         self.drain = JobDrain(self.roster, self.orders, settings.grace_s)
+        self.suspicions: dict[int, Suspicion] = {}
+        """worker -> why it is suspected, for ranks that may still go on."""
+        self.first_phases: dict[Phase, float] = {}
+        """The longest first phase of each kind that a process of the job has had, in seconds."""
         self.connected: set[int] = set()
         """The rank holders whose groups are connected in this generation."""
         self.writes_checkpoints = False
         """Whether the scripts write checkpoints, by the report of the last worker that reached its first step."""
+        self.has_checkpoint = False
+        """Whether a checkpoint is known to exist."""
         self.records: list[RecoveryRecord] = []
         self.record = RecoveryRecord(self.generation, "start", "no failure was seen", 0.0)
         """The record of this generation. That of the first is not in ``records``, because it is no recovery."""
@@ -82,11 +96,27 @@ class JobState:
         for record in self.records:
             record.unexplained.clear()
 
+    def suspect(self, report: WorkerSuspected, now_s: float, *, is_due: bool = False) -> None:
+        """Records a suspicion. ``is_due``: it is judged at once."""
+        wait_s = 0.0 if is_due else self.settings.deadlines.together_s
+        self.suspicions.setdefault(report.worker, Suspicion(report, now_s, now_s + wait_s))
+
+    def trust(self, worker: Worker, now_s: float) -> None:
+        """Ends a suspicion. Others that fell silent with it may be about to go on as well, so they are judged later."""
+        if self.suspicions.pop(worker.worker, None) is not None:
+            for each in self.suspicions.values():
+                each.due_s = max(each.due_s, now_s + self.settings.deadlines.together_s)
+
+    def assign(self, worker: Worker, reason: str) -> None:
+        """Orders a worker to hold its rank in this generation."""
+        self.orders.assign(worker, self.generation, tuple(sorted(self.first_phases.items())), reason)
+
     def begin_generation(self, cause: str, detail: str, now_s: float) -> None:
         """Begins a generation after a failure. Drops the answers of the ranks in the last one."""
         self.generation += 1
         self.record = RecoveryRecord(self.generation, cause, detail, now_s)
         self.connected.clear()
+        self.suspicions.clear()  # the ranks stop, and their agents watch whether they do
         self.snapshots.forget_live()
         self.standstill.clear()
         self.drain.interrupted()

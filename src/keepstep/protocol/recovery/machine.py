@@ -10,7 +10,7 @@ check. So the cost of a report does not depend on the world size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import assert_never
 
 from keepstep.errors import InternalError
@@ -31,6 +31,7 @@ from keepstep.protocol.recovery.stages.stage import JobStage
 from keepstep.protocol.recovery.stages.starting import Starting, WaitingForNodes
 from keepstep.protocol.recovery.stages.stopping import Stopping
 from keepstep.protocol.recovery.stages.training import Training
+from keepstep.protocol.recovery.suspicion import JUDGE_AGAIN, Left, Silence, explanation
 from keepstep.protocol.recovery.transitions import (
     TRANSITIONS,
     GiveUp,
@@ -134,13 +135,38 @@ class RecoveryMachine:
         )
         return self._proceed(now_s)
 
+    def left_without_node(self, node: str, silent_nodes: Collection[str]) -> Left | None:
+        """Returns what would be left of the job without a silent node; None if that is not known yet.
+
+        Args:
+            node: the node.
+            silent_nodes: all silent nodes, among them this one.
+        """
+        holders = self.roster.holders()
+        lost = [worker for worker in holders if worker.node == node]
+        if not lost:
+            return Left.MEMORY
+        silent = {worker.worker for worker in holders if worker.node in silent_nodes} | self._job.suspicions.keys()
+        return self._stage.left_without(Silence(lost, silent, node=node))
+
+    def node_silent(self, node: str, why: str, now_s: float) -> list[Effect]:
+        """Stops the ranks of a job that trains, because it is not known what would be left of it without this node."""
+        if self.stage is Stage.TRAINING:
+            self._go(self._stage.interrupted(msg.Cause.NODE, f"node {node} is silent: {why}", (), now_s), now_s)
+        return self._proceed(now_s)
+
     def restarted(self, now_s: float) -> list[Effect]:
         """Processes the restart of the controller with its journal. It has lost the rendezvous, which was in memory."""
         self._go(self._stage.controller_restarted(now_s), now_s)
         return self._proceed(now_s)
 
-    def tick(self, now_s: float) -> list[Effect]:
-        """Acts on a deadline that has come, and returns the orders. Does nothing if none has come."""
+    def tick(self, now_s: float, silent_nodes: Collection[str] = ()) -> list[Effect]:
+        """Acts on a deadline that has come, and returns the orders. Does nothing if none has come.
+
+        Args:
+            now_s: the present time.
+            silent_nodes: nodes that the controller has not heard since the suspicions that are due; see `judges_since`.
+        """
         if self.stage is Stage.ENDED:
             return []
         stage, drain_due_s = self._stage, self._job.drain.due_s(self._stage.drain_share)
@@ -150,15 +176,29 @@ class RecoveryMachine:
         elif stage.deadline_s is not None and now_s >= stage.deadline_s:
             stage.deadline_s = None
             self._go(stage.overdue(now_s), now_s)
+        elif (judge_s := self._judge_next_s()) is not None and now_s >= judge_s:
+            self._judge(silent_nodes, now_s)
         else:
             return []
         return self._proceed(now_s)
+
+    def judges_since(self, now_s: float) -> float | None:
+        """Returns when the controller heard of the last suspicion that it is to judge now; None if it judges none.
+
+        The copies on a node count only if the controller has heard the node since. Otherwise a report that its ranks have
+        fallen silent, too, may be on its way.
+        """
+        if not self._stage.judges_silence:
+            return None
+        due = (each.told_s for each in self._job.suspicions.values() if now_s >= each.due_s)
+        return max(due, default=None)
 
     def next_deadline(self) -> float | None:
         """Returns when `tick` is next due; None if there is no deadline."""
         if self.stage is Stage.ENDED:
             return None
-        dues = (self._stage.deadline_s, self.standstill.due_s, self._job.drain.due_s(self._stage.drain_share))
+        drain_due_s = self._job.drain.due_s(self._stage.drain_share)
+        dues = (self._stage.deadline_s, self.standstill.due_s, drain_due_s, self._judge_next_s())
         return min((due for due in dues if due is not None), default=None)
 
     def drain_asked(self, reason: str, now_s: float) -> list[Effect]:
@@ -182,6 +222,39 @@ class RecoveryMachine:
         self._claims.follow()
         self._go(self._stage.proceed(now_s), now_s)
         return self._job.orders.take()
+
+    # ---- silence ----------------------------------------------------------------------------------------------------
+
+    def _judge(self, silent_nodes: Collection[str], now_s: float) -> None:
+        """Gives up the suspected ranks without which the job loses nothing; see `recovery.suspicion`."""
+        job, deadlines, holders = self._job, self._job.settings.deadlines, self.roster.holders()
+        held = job.roster.holder_numbers()
+        job.suspicions = {number: each for number, each in job.suspicions.items() if number in held}
+        silent = {worker.worker for worker in holders if worker.node in silent_nodes} | job.suspicions.keys()
+        given_up: list[tuple[Worker, msg.WorkerLost]] = []
+        for number, suspicion in job.suspicions.items():
+            report, worker = suspicion.report, job.roster.workers[number]
+            if now_s < suspicion.due_s:
+                continue
+            suspicion.due_s = now_s + max(deadlines.together_s, JUDGE_AGAIN * (now_s - report.since_s))
+            silence = Silence([*(each for each, _ in given_up), worker], silent, report.snapshots)
+            left = self._stage.left_without(silence)
+            is_long = now_s >= report.since_s + deadlines.long_s and not silent_nodes
+            if left is Left.MEMORY or (left is Left.CHECKPOINT and is_long):
+                lost = msg.WorkerLost(number, report.cause, report.detail, False, report.tag, report.since_s)
+                given_up.append((worker, lost))
+            elif left is not None and not silent_nodes:
+                self.standstill.keeps(worker, explanation(worker, suspicion, left, deadlines.long_s), now_s)
+        for worker, _ in given_up:
+            self.roster.mark_lost(worker, gone=False)
+        if given_up:
+            self._act_on_losses(given_up, now_s)
+
+    def _judge_next_s(self) -> float | None:
+        """Returns when suspicions are to be judged; None if there are none."""
+        if not self._stage.judges_silence:
+            return None
+        return min((each.due_s for each in self._job.suspicions.values()), default=None)
 
     def _go(self, to: Next, now_s: float) -> None:
         """Carries out a stage's decision: goes to the next stage, and checks the invariants there.
@@ -246,6 +319,8 @@ class RecoveryMachine:
                     self.standstill.stands(message, now_s)
             case msg.StepObserved():
                 self._job.record.observe_step(message.node, message.at_s, message.step_s)
+                for phase, first_s in message.first_phases:
+                    self._job.first_phases[phase] = max(first_s, self._job.first_phases.get(phase, 0.0))
                 # A rank has passed the gradient barrier, so each rank has a snapshot of the resume step.
                 self._job.release_snapshots("all ranks have their snapshots again")
                 self._go(self._stage.step_observed(now_s), now_s)
@@ -304,6 +379,13 @@ class RecoveryMachine:
                 self._job.snapshots.left(worker, message.snapshots)
             case msg.WorkerLost():
                 self._lost(worker, message, now_s)
+            case msg.WorkerSuspected() if worker.rank is None:  # a spare holds nothing
+                lost = msg.WorkerLost(worker.worker, message.cause, message.detail, False, message.tag, message.since_s)
+                self._lost(worker, lost, now_s)
+            case msg.WorkerSuspected():
+                self._job.suspect(message, now_s)
+            case msg.SuspicionLifted():
+                self._job.trust(worker, now_s)
             case msg.WorkerEnded():
                 if worker.rank is not None:
                     self._job.explain_death(worker.rank, message.cause, message.detail)
@@ -319,6 +401,8 @@ class RecoveryMachine:
             case msg.CollectiveFailed():
                 detail = f"rank {worker.rank}: group {message.group}: {message.error}"
                 self._go(self._stage.interrupted(msg.Cause.COLLECTIVE, detail, (), now_s), now_s)
+            case msg.CheckpointWritten():
+                self._job.has_checkpoint = True
             case msg.OnceRequested() if not worker.lost:
                 self._claims.requested(message)
             case msg.RankAwaited() if not worker.lost:
@@ -326,6 +410,7 @@ class RecoveryMachine:
             case msg.WorkerReady() if not worker.lost:
                 worker.ready = message
                 self._job.writes_checkpoints = message.checkpointing
+                self._job.has_checkpoint |= message.checkpointing and bool(message.snapshots)
                 self._job.processes.came_up()
                 self._go(self._stage.worker_ready(worker, now_s), now_s)
             case _:

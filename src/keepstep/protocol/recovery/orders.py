@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from keepstep.protocol.messages import AgentOrder, Assign, FenceWorker, StartWorker
+from keepstep.protocol.messages import AgentOrder, Assign, FenceWorker, FirstPhases, StartWorker
 from keepstep.protocol.recovery.placement.roster import Worker
 
 
@@ -38,12 +38,12 @@ class Orders:
         local = (worker.local_rank, worker.local_world_size)
         self.send(worker.node, StartWorker(worker.worker, worker.rank, worker.device, *local, reason), reason)
 
-    def assign(self, worker: Worker, generation: int, reason: str) -> None:
-        """Orders a worker to hold its rank in a generation."""
+    def assign(self, worker: Worker, generation: int, first_phases: FirstPhases, reason: str) -> None:
+        """Orders a worker to hold its rank in a generation. Its agent learns the longest first phases of the job."""
         assert worker.rank is not None
         assert worker.local_rank is not None
         local = (worker.local_rank, worker.local_world_size)
-        self.send(worker.node, Assign(worker.worker, generation, worker.rank, *local, None), reason)
+        self.send(worker.node, Assign(worker.worker, generation, worker.rank, *local, None, first_phases), reason)
 
     def fence(self, worker: Worker, reason: str) -> None:
         """Orders the agent to kill a worker's process."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from keepstep.protocol.deadlines import Deadlines
+
 EXIT_FAILED = 1
 EXIT_DRAINED = 1
 """The exit code of torchrun when a signal has ended it (measured with torch 2.13)."""
@@ -36,13 +38,9 @@ class RecoverySettings:
     """The job ends after more recoveries in a row without a completed step, because such a step will fail again."""
     nodes_may_join: bool = True
     """False if the job has one node from the start, so that no other node can bring room for a rank."""
-    start_deadline_s: float = 1800.0
+    deadlines: Deadlines = Deadlines()
     spares_grace_s: float = 30.0
     """How long the controller waits for nodes with room for the spares, once there is room for all ranks."""
-    stop_deadline_s: float = 600.0
-    """A last resort: the agent of a survivor that hangs finds it long before."""
-    recover_deadline_s: float = 300.0
-    end_deadline_s: float = 60.0
     grace_s: float = GRACE_S
     """Time from the start of a drain until the agents kill the remaining processes."""
     quarantine_failures: int = QUARANTINE_FAILURES

@@ -3,10 +3,11 @@ step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from keepstep.protocol.messages import RanksStand
-from keepstep.protocol.recovery.placement.roster import Roster
+from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.waiting.explanation import RankState, explain, uneven
 from keepstep.protocol.waiting.operations import Standing
 
@@ -36,6 +37,8 @@ class Standstill:
         self._by_node: dict[str, dict[int, tuple[Standing, float]]] = {}
         """node -> worker -> (its report, time of its last progress)."""
         self._finished_at: dict[int, int] = {}
+        self._kept_s: dict[int, float] = {}
+        """worker -> when the reason was last published for which it is not given up."""
         self._situation = ""
         """The last published sentence, without durations."""
         self._told_s = float("-inf")
@@ -45,6 +48,7 @@ class Standstill:
         self.text, self.due_s, self._situation = None, None, ""
         self._by_node.clear()
         self._finished_at.clear()
+        self._kept_s.clear()
 
     def all_move(self) -> None:
         """Records that every rank trains."""
@@ -85,6 +89,13 @@ class Standstill:
         situation = explain(self._states(), None) or ""
         if self.text is not None and (situation != self._situation or now_s >= self._told_s + REPEAT_S):
             self.told, self._situation, self._told_s = self.text, situation, now_s
+            self.num_told += 1
+
+    def keeps(self, worker: Worker, text: str, now_s: float) -> None:
+        """Publishes why a silent rank is not given up, at intervals."""
+        if now_s >= self._kept_s.get(worker.worker, -math.inf) + REPEAT_S:
+            self._kept_s[worker.worker] = now_s
+            self.text = self.told = text
             self.num_told += 1
 
     def explained(self, detail: str, now_s: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from keepstep.protocol.node.liveness import LivenessSettings
+from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.recovery import RecoverySettings
 
 
@@ -70,7 +70,6 @@ class ClusterLayout:
     shards: tuple[str, ...]
     """The shard of each rank."""
     settings: RecoverySettings
-    liveness: LivenessSettings
     network: NetworkLayout = NetworkLayout()
     durations: SimulatedDurations = SimulatedDurations()
     num_steps: int = 12
@@ -119,13 +118,20 @@ class ClusterLayout:
         )
 
 
-SETTINGS = RecoverySettings(
-    1, 0, start_deadline_s=120.0, stop_deadline_s=30.0, recover_deadline_s=40.0, end_deadline_s=20.0, grace_s=12.0
+DEADLINES = Deadlines(
+    hang_after_s=7.5,
+    hang_factor=4.0,
+    recovery_s=10.0,
+    isolated_s=15.0,
+    end_s=20.0,
+    recover_s=25.0,
+    long_s=30.0,
+    start_s=60.0,
+    stop_s=80.0,
+    explain_s=2.0,
 )
-"""The deadlines are shorter than the defaults, in the same order, so that a run that waits for one ends sooner."""
-LIVENESS = LivenessSettings(
-    floor_s=1.5, factor=4.0, stopped_s=0.6, unknown_s=20.0, between_steps_s=25.0, recovery_s=15.0
-)
+"""Shorter than the defaults, in the same order, so that a run that waits for one ends sooner."""
+SETTINGS = RecoverySettings(1, 0, deadlines=DEADLINES, grace_s=12.0)
 
 FEW_NODES = 8
 
@@ -151,7 +157,6 @@ def draw_layout(rng: random.Random) -> ClusterLayout:
         nodes,
         shards,
         settings,
-        LIVENESS,
         _draw_network(rng, len(nodes)),
         _draw_durations(rng),
         num_steps=rng.choice((4, 8, 8, 12, 20)),

@@ -61,7 +61,7 @@ class SimulatedNode:
     def _agent(self) -> AgentMachine:
         closed = tuple(sorted(self.closed))
         joined = msg.NodeJoined(self.name, self.layout.slots, self.layout.domain, 0, 0, closed)
-        return AgentMachine(joined, self._incarnation, self.world.layout.liveness, self.layout.num_devices)
+        return AgentMachine(joined, self._incarnation, self.world.layout.settings.deadlines, self.layout.num_devices)
 
     @property
     def channel(self) -> ReliableChannel:
@@ -212,7 +212,8 @@ class SimulatedNode:
                         self._hand_over(number, effect.order)
                 case LookCloser():
                     counts = {number: self.workers[number].counts() for number in effect.workers}
-                    self._machine.looked_closer(counts, self.clock_s)
+                    snapshots = {number: self._snapshots_of(number) for number in effect.workers}
+                    self._machine.looked_closer(counts, snapshots, self.clock_s)
                 case Leave():
                     self.leave(self._incarnation)
                 case Signal():

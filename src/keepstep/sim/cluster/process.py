@@ -172,6 +172,11 @@ class SimulatedProcess(ABC):
         for happens, arguments in missed:
             happens(self, *arguments)
 
+    def put_down(self) -> None:
+        """Kills a process that is still silent, as an operator would."""
+        if self.is_stopped or self.is_stuck:
+            self.die(Cause.SIGNAL, "killed by SIGKILL")
+
     def be_fast(self) -> None:
         """Ends the slowness of the process."""
         self.slowness = 1.0
@@ -190,6 +195,10 @@ class SimulatedProcess(ABC):
         """Ends the process with an exception of its script, which it reports first."""
         self._say(msg.WorkerFailed(self.number, error, "Traceback ...", fatal))
         self.die(Cause.EXIT, "exit code 1")
+
+    def has_written(self, step: int) -> None:
+        """Reports a checkpoint that this process has completed."""
+        self._say(msg.CheckpointWritten(self.number, step))
 
     def repeat_report(self, report: msg.WorkerReport) -> None:
         """Sends a report outside of the normal sequence, for example one of an earlier generation."""

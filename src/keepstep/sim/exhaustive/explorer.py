@@ -22,7 +22,7 @@ from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.worker import WorkerState
 from keepstep.sim.cluster.control.network import CONTROLLER
-from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NetworkLayout, NodeLayout, SimulatedDurations
+from keepstep.sim.cluster.layout import SETTINGS, ClusterLayout, NetworkLayout, NodeLayout, SimulatedDurations
 from keepstep.sim.cluster.schedule import Event
 from keepstep.sim.cluster.worker import SimulatedWorker
 from keepstep.sim.exhaustive.snapshot import Copier
@@ -150,7 +150,6 @@ def small_job(world_size: int, snapshot_every: int = 0, num_shards: int | None =
         (NodeLayout("node-0", world_size + 1, "rack-0"),),
         tuple(str(rank % num_shards) for rank in range(world_size)),
         settings,
-        LIVENESS,
         NetworkLayout(0.001, 0.001),
         _INSTANT,
         num_steps=2,

@@ -14,6 +14,7 @@ class Check(enum.StrEnum):
     TWO_HOLDERS = "two holders of one rank"
     OLD_COMMIT = "commit by an old generation"
     WRONG_SOURCE = "restored from what did not reach the resume step"
+    LAST_COPY = "the last copy given up for silence"
     HEALTHY_FENCED = "healthy rank fenced without cause"
     RECOMPUTED = "more than one step recomputed"
     NO_CAUSE = "recovery without a cause"

@@ -10,9 +10,10 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from keepstep.protocol.controller import JournalEntry, LeaseExpired
-from keepstep.protocol.messages import EndJob, Packet, Stop, WorkerJoined
+from keepstep.protocol.controller import JournalEntry, LeaseExpired, NodeSilent
+from keepstep.protocol.messages import EndJob, FenceWorker, Packet, Stop, WorkerJoined
 from keepstep.protocol.recovery import EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
+from keepstep.sim.cluster.layout import DEADLINES
 from keepstep.sim.cluster.values import INCOMPLETE, right_value
 from keepstep.sim.oracle.causes import Causes, most_recoveries, tells_of_step
 from keepstep.sim.oracle.checks import Check, ViolationError
@@ -20,6 +21,7 @@ from keepstep.sim.oracle.devices import DeviceWatch
 from keepstep.sim.oracle.drain import DrainWatch
 from keepstep.sim.oracle.groups import GroupWatch
 from keepstep.sim.oracle.placement import Loss, MembershipWatch, SpareChoice, check_local_ranks
+from keepstep.sim.oracle.silence import FAULTS, SilenceWatch
 from keepstep.sim.oracle.snapshots import SnapshotWatch
 from keepstep.sim.oracle.startup import StartUpWatch
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 LEASE_S = 3.0 - 1e-6
 """The length of a node's lease. The controller may evict a node after a silence of this length, and only then."""
-ISOLATED_S = 60.0 - 1e-6
+ISOLATED_S = DEADLINES.isolated_s - 1e-6
 """The same if all nodes are silent, because then the controller is more likely cut off itself."""
 MAX_IDLE_RECOVERIES = 8
 """The controller may end a job after this many recoveries without a completed step."""
@@ -64,6 +66,7 @@ class Oracle:
         self.drain = DrainWatch(world)
         self.groups = GroupWatch(world)
         self.members = MembershipWatch(world)
+        self.silence = SilenceWatch(world)
         self.snapshots = SnapshotWatch(world)
         self.start_up = StartUpWatch(world)
         self._spare_choice = SpareChoice(world)
@@ -111,7 +114,7 @@ class Oracle:
         """Returns the new cohort of processes that are about to connect. Checks that each rank has one holder."""
         for rank, worker in members.items():
             before = next((c.members[rank] for c in reversed(self.cohorts) if rank in c.members), worker)
-            if before is not worker and before.is_alive and not self._is_unreachable(before):
+            if before is not worker and before.is_alive and not self.is_unreachable(before):
                 raise ViolationError(
                     Check.TWO_HOLDERS, f"rank {rank} is process {worker.process}, and process {before.process} lives"
                 )
@@ -198,7 +201,7 @@ class Oracle:
     def fetches(self, worker: SimulatedProcess) -> None:
         """Checks that no other live and reachable process holds the action that this process begins."""
         other = self._fetching
-        if other is not None and other.is_alive and not self._is_unreachable(other):
+        if other is not None and other.is_alive and not self.is_unreachable(other):
             raise ViolationError(Check.ONCE, f"process {worker.process} is at what process {other.process} has begun")
         self._fetching = worker
 
@@ -232,7 +235,7 @@ class Oracle:
             worker.machine.rank is None  # the loss of a spare affects no rank
             or worker.process in self._blamed
             or worker.node.name in self.drain.leaving
-            or self._is_unreachable(worker)
+            or self.is_unreachable(worker)
             or len(self._finished) == self._world.layout.world_size
             or self._excuses
             or self.state_is_lost()
@@ -246,8 +249,16 @@ class Oracle:
             self._spare_choice.check(given, self._only_loss())
         stop = next((reason for _, order, reason in entry.orders if isinstance(order, Stop)), None)
         is_given_up = False
+        for node, order, _ in entry.orders:
+            if isinstance(order, FenceWorker) and node is not None:
+                if (worker := self._world.nodes[node].workers.get(order.worker)) is not None:
+                    self.silence.fenced(worker)
+        if isinstance(entry.event, LeaseExpired) and self._is_silent(entry.event.node):
+            self.silence.evicted(entry.event.node, entry.at_s - self._heard_s[entry.event.node])
         if isinstance(entry.event, LeaseExpired) and self._may_be_given_up(entry.event.node):
             is_given_up, self._given_up_s[entry.event.node] = True, self._world.schedule.now_s
+        if isinstance(entry.event, NodeSilent) and self._is_silent(entry.event.node):
+            is_given_up = True
         if stop is not None and not is_given_up:
             self.causes.begins(stop)
 
@@ -300,7 +311,24 @@ class Oracle:
         self.num_failures += 1
         self.drain.troubled(lasts_s)
         self._blamed[worker.process] = fault
+        if fault in FAULTS:
+            self.silence.begins(worker)
         self.causes.add(f"{fault} of process {worker.process}", most_recoveries(fault, lasts_s))
+
+    def suspended(self, worker: SimulatedProcess, lasts_s: float) -> None:
+        """Records a process that is stopped together with all others.
+
+        The others are no better, so none of them may be given up for it past the deadline, unless the job would go on
+        from the ranks' own snapshots, or after the long deadline from a checkpoint.
+        """
+        layout = self._world.layout
+        may_rewind = lasts_s >= DEADLINES.hang_after_s and layout.snapshot_every
+        may_restart = lasts_s >= DEADLINES.long_s - 1.0 and layout.checkpoint_every
+        if may_rewind or may_restart:
+            self.suffers(worker, "suspend", lasts_s)
+        else:
+            self.silence.begins(worker)
+            self.drain.troubled(lasts_s)
 
     def strikes(self, fault: str, lasts_s: float = 0.0) -> None:
         """Records a fault of a node, of the network or of the controller, or a false hint."""
@@ -397,6 +425,15 @@ class Oracle:
         """The ranks whose last step is complete."""
         return set(self._finished)
 
+    def has_other_fault(self, worker: SimulatedProcess) -> bool:
+        """Whether there is another reason to end a process than that it is silent."""
+        return worker.node.name in self.drain.leaving or self._blamed.get(worker.process, "stop") not in FAULTS
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether the job may end without a violation."""
+        return bool(self._excuses)
+
     @property
     def has_trained(self) -> bool:
         """Whether a rank has ever begun a step."""
@@ -408,7 +445,7 @@ class Oracle:
 
     # ---- its own model ----------------------------------------------------------------------------------------------
 
-    def _is_unreachable(self, worker: SimulatedProcess) -> bool:
+    def is_unreachable(self, worker: SimulatedProcess) -> bool:
         """Returns whether the controller may evict, or might have evicted, the node of a process."""
         node = worker.node.name
         return worker.spawned_s <= self._given_up_s.get(node, -1.0) or self._is_silent(node)
@@ -430,15 +467,15 @@ class Oracle:
                 for worker in self._trained.members.values()
                 if worker.is_alive
                 and INCOMPLETE not in worker.parameters
-                and worker.process not in self._blamed
-                and not self._is_unreachable(worker)
+                and (worker.process not in self._blamed or self.silence.holds(worker))
+                and not self.is_unreachable(worker)
             }
             self._state_lost = held != set(self._world.layout.shards) and self._newest_snapshot() is None
         return self._state_lost
 
     def _newest_snapshot(self) -> int | None:
         """Returns the newest step of which all shards have a snapshot on a reachable node; None if there is none."""
-        return self.snapshots.newest(lambda worker: worker.node.is_read and not self._is_unreachable(worker))
+        return self.snapshots.newest(lambda worker: worker.node.is_read and not self.is_unreachable(worker))
 
     def _check_history(self, worker: SimulatedProcess, step: int) -> None:
         rank = worker.machine.rank

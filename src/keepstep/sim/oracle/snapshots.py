@@ -160,15 +160,17 @@ class SnapshotWatch:
         """Forgets the snapshots of steps after the resume step. A step of -1 forgets all, because all ranks restart."""
         self._whole_s = {key: since_s for key, since_s in self._whole_s.items() if key[2] <= step}
 
-    def newest(self, is_there: Callable[[SimulatedProcess], bool]) -> int | None:
+    def newest(self, is_there: Callable[[SimulatedProcess], bool], before_s: float | None = None) -> int | None:
         """Returns the newest step of which every shard has a snapshot that was complete when the recovery began.
 
         A later snapshot may have been too late for its rank's report.
 
         Args:
             is_there: returns whether the memory of a process can still be read.
+            before_s: another time than that of the last recovery, before which the snapshot was complete.
         """
-        shards = self._nodes_of(self._world.rank_holders(), is_there, self._world.recovery_began_s)
+        before_s = self._world.recovery_began_s if before_s is None else before_s
+        shards = self._nodes_of(self._world.rank_holders(), is_there, before_s)
         return max(set.intersection(*map(set, shards.values())), default=None)
 
     def _nodes_of(

@@ -52,6 +52,7 @@ class Checkpoints:
         self._damaged: set[int] = set()
         """Steps of checkpoints that this rank could not read. Their folders stay, but `steps` leaves them out."""
         self._failing = False
+        self._news: int | None = None
         self._is_ending = False
         """Whether the job is ending. A checkpoint that cannot be written now will then not be tried again."""
 
@@ -239,9 +240,17 @@ class Checkpoints:
         except (OSError, RuntimeError, StateMismatch) as error:
             self._could_not_write(step, error)
             return
+        if step in self._found():  # else other ranks still write their parts
+            self._news = step
         if self._failing:
             self._failing = False
             _say(f"checkpoints are written again: {self._path(step)}")
+
+    def take_written(self) -> int | None:
+        """Returns the step of a checkpoint that has been completed since the last call; None if there is none."""
+        self._finish(wait=False)
+        written, self._news = self._news, None
+        return written
 
     def _give_name(self, draft: Path, step: int) -> None:
         if step in self._found():

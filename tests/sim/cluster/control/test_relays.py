@@ -3,7 +3,7 @@
 import dataclasses
 
 from keepstep.sim.cluster.control.network import CONTROLLER
-from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout
+from keepstep.sim.cluster.layout import SETTINGS, ClusterLayout, NodeLayout
 from keepstep.sim.world import World
 
 
@@ -16,7 +16,7 @@ def test_the_late_word_of_a_relay_that_a_node_has_left_loses_no_node() -> None:
     """It waits at the relay while the controller is held up, and comes behind that of the relay where the node is."""
     settings = dataclasses.replace(SETTINGS, world_size=2, ranks_per_node=1)
     nodes = tuple(NodeLayout(f"node-{number}", 1, "rack") for number in range(2))
-    world = World(ClusterLayout(nodes, ("0", "0"), settings, LIVENESS, num_relays=2, num_steps=40), seed=0)
+    world = World(ClusterLayout(nodes, ("0", "0"), settings, num_relays=2, num_steps=40), seed=0)
     world.boot()
     pass_time(world, 4.0)
     assert world.relays.routes == {"node-0": 0, "node-1": 1}

@@ -69,11 +69,11 @@ def reachable_step(
     spoken = {(numbers[each.rank or 0], id(each.safe or each.ready)): each for each in roster.holders()}
     shards: dict[str, set[Report | None]] = {shard: set() for shard in membership.shards}
     for (number, _), worker in spoken.items():
-        shards[membership.shards[number]].add(_last_word(worker, generation))
+        shards[membership.shards[number]].add(last_word(worker, generation))
     for rank, listed in readable(roster, snapshots).items():
         if steps := frozenset().union(*(kept.steps for kept in listed)):
             shards[membership.shard(rank)].add(((), None, tuple(sorted(steps))))
-    if not all(_reaches(_last_word(worker, generation)) for worker in spoken.values()):
+    if not all(_reaches(last_word(worker, generation)) for worker in spoken.values()):
         for rank, steps in _sendable(roster, snapshots, membership, generation).items():
             shards[membership.shard(rank)].add(((), None, tuple(sorted(steps))))
     greatest = resume.resume_step({shard: map(_reaches, said) for shard, said in shards.items()})
@@ -119,7 +119,7 @@ def _sendable(
     on_node: dict[str, set[int]] = defaultdict(set)
     for worker in roster.holders():
         on_node[worker.node].add(numbers[worker.rank or 0])
-    empty = [each.rank or 0 for each in roster.holders() if not _reaches(_last_word(each, generation))]
+    empty = [each.rank or 0 for each in roster.holders() if not _reaches(last_word(each, generation))]
     return {
         rank: frozenset().union(
             *(kept.steps for kept in snapshots.all_of(rank) if on_node[kept.node] - {numbers[rank]})
@@ -142,7 +142,7 @@ def tied_ranks(
     found = {rank: there for rank, kept in listed if (there := [each for each in kept if step in each.steps])}
     if not found:
         return {}
-    words = {each.rank or 0: _last_word(each, generation) for each in roster.holders()}
+    words = {each.rank or 0: last_word(each, generation) for each in roster.holders()}
     held = {membership.shard(rank) for rank, word in words.items() if step in _reaches(word)}
     lost: dict[str, list[KeptSnapshots]] = defaultdict(list)
     for rank, there in found.items():
@@ -175,7 +175,7 @@ def kept_step(
     lone = lone_shards(membership)
     nodes_of: dict[str, dict[int, set[str]]] = {shard: defaultdict(set) for shard in membership.shards}
     for worker in roster.holders():
-        rank, word = worker.rank or 0, _last_word(worker, generation)
+        rank, word = worker.rank or 0, last_word(worker, generation)
         nodes = nodes_of[membership.shard(rank)]
         for held in word[2] if word is not None else ():
             nodes[held].add(worker.node)
@@ -195,7 +195,7 @@ def kept_step(
 def decide(roster: Roster, snapshots: SnapshotRegister, membership: Membership, step: int, generation: int) -> Decision:
     """Decides for each rank whether it stays, advances, rewinds or restores, and which ranks send to which."""
     spoken = {(id(each.safe or each.ready), each.inherits): each for each in roster.holders()}
-    by_report = {report: _action(_last_word(worker, generation), step) for report, worker in spoken.items()}
+    by_report = {report: _action(last_word(worker, generation), step) for report, worker in spoken.items()}
     actions = {each.rank or 0: by_report[id(each.safe or each.ready), each.inherits] for each in roster.holders()}
     receivers: dict[str, list[int]] = defaultdict(list)
     for rank in [rank for rank, action in actions.items() if action is Action.RESTORE]:
@@ -240,7 +240,8 @@ Report = tuple[tuple[int, ...], int | None, tuple[int, ...]]
 """(reach, current step, snapshots) of a rank, by its last report. Most ranks report the same."""
 
 
-def _last_word(worker: Worker, generation: int) -> Report | None:
+def last_word(worker: Worker, generation: int) -> Report | None:
+    """Returns the last report of a worker in this generation, or of its start; None if there is none."""
     if (safe := worker.safe) is not None:
         return safe.reach, safe.current_step, safe.snapshots
     if (ready := worker.ready) is not None:

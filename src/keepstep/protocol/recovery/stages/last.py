@@ -11,6 +11,7 @@ from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.protocol.recovery.records import Failure
 from keepstep.protocol.recovery.stages.stage import JobStage
+from keepstep.protocol.recovery.suspicion import Left, Silence
 from keepstep.protocol.recovery.transitions import Next, Stage, ToDraining, ToEnded
 
 
@@ -35,12 +36,16 @@ class Finished(JobStage):
         reason = f"rank {first.rank} failed in the code after the last step: {first.detail}"
         self.failure = self.failure or reason
         self.job.orders.to_all(Abandon(first.detail), reason)
-        self.deadline_s = now_s + self.job.settings.end_deadline_s
+        self.deadline_s = now_s + self.job.settings.deadlines.end_s
         return None
 
     def overdue(self, now_s: float) -> Next:
         """Ends the job, because a rank was lost and the other scripts have not ended in time."""
         return ToEnded(verdicts.scripts_overdue(self.failure))
+
+    def left_without(self, silence: Silence) -> Left | None:
+        """Keeps a silent node: its scripts may still save what the job was for."""
+        return Left.NOTHING
 
     @property
     def drain_share(self) -> float:
@@ -58,7 +63,7 @@ class Rescuing(JobStage):
     stage = Stage.RESCUING
 
     def __init__(self, job: JobState, reason: str, now_s: float) -> None:
-        super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.end_deadline_s)
+        super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.deadlines.end_s)
         self.failure = reason
         job.orders.to_all(Rescue(reason), reason)
 

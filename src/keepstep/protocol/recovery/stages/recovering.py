@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from keepstep.protocol.messages import Cause, Recover, StateRecovered
 from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.records import Failure
-from keepstep.protocol.recovery.stages.decision import decide, kept_step
+from keepstep.protocol.recovery.stages.decision import Report, decide, kept_step, last_word
 from keepstep.protocol.recovery.stages.stage import RecoveryStage
+from keepstep.protocol.recovery.suspicion import Left, Silence, left_in_recovery
 from keepstep.protocol.recovery.transitions import Next, Stage, ToTraining
 
 
@@ -20,7 +21,7 @@ class Recovering(RecoveryStage):
     needs_rendezvous = True
 
     def __init__(self, job: JobState, step: int, now_s: float) -> None:
-        super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.recover_deadline_s)
+        super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.deadlines.recover_s)
         before = job.membership
         assert before is not None
         change = job.roster.change_since(before)
@@ -52,6 +53,15 @@ class Recovering(RecoveryStage):
             return None
         job.record.restored_s = now_s
         return ToTraining()
+
+    def left_without(self, silence: Silence) -> Left | None:
+        """Applies the resume rule to the copies as they are now: a rank that has answered is at the resume step."""
+        roster, step = self.job.roster, self.job.progress.resume_at
+        words: dict[int, Report | None] = {
+            each.worker: last_word(each, self.job.generation) if each.worker in self.awaited else ((step,), step, ())
+            for each in roster.holders()
+        }
+        return left_in_recovery(self.job, silence, words)
 
     def interrupted(self, cause: str, detail: str, failures: Sequence[Failure], now_s: float) -> Next:
         """Starts the recovery over in a new generation, because of another failure."""

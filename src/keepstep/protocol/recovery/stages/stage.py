@@ -11,6 +11,7 @@ from keepstep.protocol.recovery.end.drain import AGREEING
 from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.protocol.recovery.records import Failure
+from keepstep.protocol.recovery.suspicion import Left, Silence
 from keepstep.protocol.recovery.transitions import TRANSITIONS, Next, Stage, ToDraining, ToEnded, ToStopping
 
 
@@ -28,6 +29,9 @@ class JobStage:
     """Whether the machine starts spares as soon as there is room. In a recovery, ranks come first."""
     reports_standstill: ClassVar[bool] = False
     """Whether ranks without progress are reported. In a recovery they are not, because all ranks stop."""
+    judges_silence: ClassVar[bool] = False
+    """Whether ranks may be given up for silence; see `keepstep.protocol.recovery.suspicion`. At the end of a job they
+    are not: no rank could take their place."""
     blames_places: ClassVar[bool] = True
     """Whether a lost process counts as a failure of its node and device, for the quarantine."""
 
@@ -72,7 +76,7 @@ class JobStage:
         """
         job = self.job
         if not job.progress.is_initialised:
-            job.progress.is_initialised, self.deadline_s = True, now_s + job.settings.start_deadline_s
+            job.progress.is_initialised, self.deadline_s = True, now_s + job.settings.deadlines.start_s
             job.processes.top_up_spares("the job starts")
 
     def worker_ready(self, worker: Worker, now_s: float) -> Next:
@@ -109,6 +113,13 @@ class JobStage:
             self.job.processes.top_up_spares(f"a spare was lost: {detail}")
         return None
 
+    def left_without(self, silence: Silence) -> Left | None:
+        """Returns what would be left of the job without silent workers; None if that is not known yet.
+
+        Before the ranks have trained together there is nothing to lose.
+        """
+        return Left.MEMORY
+
     def job_stalled(self, report: msg.JobStalled, now_s: float) -> Next:
         """Runs when all ranks of a node wait for others past their deadlines."""
         return None
@@ -116,7 +127,7 @@ class JobStage:
     def controller_restarted(self, now_s: float) -> Next:
         """Runs when the controller has restarted. It has lost the rendezvous, so ranks that may use it must stop."""
         if self.deadline_s is not None:
-            self.deadline_s = max(self.deadline_s, now_s + self.job.settings.end_deadline_s)
+            self.deadline_s = max(self.deadline_s, now_s + self.job.settings.deadlines.end_s)
         if not self.needs_rendezvous:
             return None
         return self.interrupted(msg.Cause.CONTROLLER, "the controller was restarted", (), now_s)
@@ -156,6 +167,7 @@ class RecoveryStage(JobStage):
     """Base class of the stages between a failure and training, with their answers to a drain."""
 
     prepares_training = True
+    judges_silence = True
 
     @property
     def drain_share(self) -> float:

@@ -8,6 +8,7 @@ from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.protocol.recovery.stages.decision import begins_again, reachable_step, ready_now
 from keepstep.protocol.recovery.stages.stage import JobStage
+from keepstep.protocol.recovery.suspicion import Left, Silence
 from keepstep.protocol.recovery.transitions import Next, Stage, ToDraining, ToEnded, ToRecovering, ToStarting
 
 
@@ -27,7 +28,7 @@ class WaitingForNodes(JobStage):
         """Starts the ranks if all ranks and spares have room. Shortens the deadline if only the ranks have."""
         settings, processes = self.job.settings, self.job.processes
         if self.deadline_s is None:
-            self.deadline_s = now_s + settings.start_deadline_s
+            self.deadline_s = now_s + settings.deadlines.start_s
         if not self._all_ranks_fit and processes.all_ranks_fit():
             self._all_ranks_fit = True
             self.deadline_s = min(self.deadline_s, now_s + settings.spares_grace_s)
@@ -42,7 +43,7 @@ class WaitingForNodes(JobStage):
         """Restores the long deadline, if it was shortened."""
         if self._all_ranks_fit or self._may_be_oversubscribed:
             self._all_ranks_fit = self._may_be_oversubscribed = False
-            self.deadline_s = now_s + self.job.settings.start_deadline_s
+            self.deadline_s = now_s + self.job.settings.deadlines.start_s
 
     def overdue(self, now_s: float) -> Next:
         """Starts the job with the present nodes if they have room for all ranks, else ends it."""
@@ -62,6 +63,7 @@ class Starting(JobStage):
     needs_rendezvous = True
     starts_spares = True
     reports_standstill = True
+    judges_silence = True
 
     def __init__(self, job: JobState, reason: str, now_s: float) -> None:
         job.progress.is_fresh = True
@@ -69,14 +71,14 @@ class Starting(JobStage):
         job.release_snapshots(reason)
         job.processes.start_ranks(reason)
         job.connected.clear()
-        deadline_s = now_s + job.settings.start_deadline_s if job.progress.is_initialised else None
+        deadline_s = now_s + job.settings.deadlines.start_s if job.progress.is_initialised else None
         super().__init__(job, job.roster.holder_numbers(), deadline_s)
 
     def worker_joined(self, worker: Worker, now_s: float) -> None:
         """Assigns the rank with which the worker was started."""
         super().worker_joined(worker, now_s)
         if worker.rank is not None and not worker.lost:
-            self.job.orders.assign(worker, self.job.generation, f"rank {worker.rank} was started as such")
+            self.job.assign(worker, f"rank {worker.rank} was started as such")
 
     def worker_ready(self, worker: Worker, now_s: float) -> Next:
         """Ends the wait for a rank that is ready in this generation."""
@@ -95,11 +97,16 @@ class Starting(JobStage):
             return ToEnded(verdicts.no_checkpoint_found(job.progress.trained_to))
         return ToRecovering(step)
 
+    def left_without(self, silence: Silence) -> Left | None:
+        """Gives up silent ranks, which have nothing to lose yet; but not all of them at once, for nothing is gained."""
+        is_alone = all(worker.worker in silence.silent for worker in self.job.roster.holders())
+        return None if is_alone and silence.node is None else Left.MEMORY
+
     def overdue(self, now_s: float) -> Next:
         """Stops all ranks of a job that has trained, to find the one that hangs. Ends a job that never trained."""
         late = self.job.roster.ranks_of(self.awaited)
         if not self.job.progress.has_trained:
-            return ToEnded(verdicts.start_overdue(late, self.job.settings.start_deadline_s))
+            return ToEnded(verdicts.start_overdue(late, self.job.settings.deadlines.start_s))
         return self.interrupted(Cause.HANG, f"ranks {late} did not reach their first step in time", (), now_s)
 
     def drain_asked(self) -> Next:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.protocol.messages import Cause, SafePointReached, Stop, WorkerLost
+from keepstep.protocol.messages import Cause, SafePointReached, Stop, WorkerSuspected
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery.end import verdicts
 from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.protocol.recovery.records import Failure, Warmth
-from keepstep.protocol.recovery.stages.decision import begins_again, out_of_reach, reachable_step, tied_ranks
+from keepstep.protocol.recovery.stages.decision import (
+    begins_again,
+    last_word,
+    out_of_reach,
+    reachable_step,
+    tied_ranks,
+)
 from keepstep.protocol.recovery.stages.stage import RecoveryStage
+from keepstep.protocol.recovery.suspicion import Left, Silence, left_in_recovery
 from keepstep.protocol.recovery.transitions import (
-    GiveUp,
     Next,
     Stage,
     ToEnded,
@@ -34,7 +40,7 @@ class Stopping(RecoveryStage):
         job.begin_generation(failure.cause, failure.detail, now_s)
         self._fenced_by_s = now_s
         """Deadline for the fence of the lost processes."""
-        super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.stop_deadline_s)
+        super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.deadlines.stop_s)
         self._waits_for_help = False
         """Whether the stage waits for a process to start or a node to join."""
         synced_step = next((each.step for each in failure.failures if each.phase == Phase.SYNCED), None)
@@ -48,7 +54,7 @@ class Stopping(RecoveryStage):
             job.records.append(job.record)
         for failure in failures:
             job.record.add_failure(failure, cause, detail)
-            self._fenced_by_s = now_s + job.settings.end_deadline_s
+            self._fenced_by_s = now_s + job.settings.deadlines.end_s
             if not self.awaited or self.deadline_s is None:  # give no more time to survivors that do not answer
                 self.deadline_s = max(self.deadline_s or 0.0, self._fenced_by_s)
         return None
@@ -62,15 +68,14 @@ class Stopping(RecoveryStage):
         return None
 
     def overdue(self, now_s: float) -> Next:
-        """Treats survivors that do not answer in time as failed, or saves the state if the stage cannot complete."""
+        """Suspects survivors that do not answer in time, or saves the state if the stage cannot complete."""
         roster = self.job.roster
         if self.awaited:
-            overdue = [roster.workers[number] for number in sorted(self.awaited)]
-            for worker in overdue:
-                roster.mark_lost(worker, gone=False)
-            detail = "it did not reach a safe point in time"
-            lost = [WorkerLost(each.worker, Cause.HANG, detail, False, None, now_s) for each in overdue]
-            return GiveUp(list(zip(overdue, lost, strict=True)))
+            for number in sorted(self.awaited):
+                detail = "it did not reach a safe point in time"
+                self.job.suspect(WorkerSuspected(number, Cause.HANG, detail, None, now_s, ()), now_s, is_due=True)
+            self.deadline_s = now_s + self.job.settings.deadlines.stop_s
+            return None
         if roster.unfenced() and now_s < self._fenced_by_s:
             self.deadline_s = self._fenced_by_s
             return None
@@ -80,6 +85,13 @@ class Stopping(RecoveryStage):
         return ToRescuing("no replacement reached its first step in time")
 
     # ---- all ranks have stopped -------------------------------------------------------------------------------------
+
+    def left_without(self, silence: Silence) -> Left | None:
+        """Applies the resume rule when all ranks that are not silent have stopped."""
+        if not self.awaited <= set(silence.silent):
+            return None
+        roster, generation = self.job.roster, self.job.generation
+        return left_in_recovery(self.job, silence, {each.worker: last_word(each, generation) for each in roster.holders()})
 
     def proceed(self, now_s: float) -> Next:
         """Chooses the resume step when all ranks have stopped, and goes to it once each rank has a worker."""
@@ -114,7 +126,7 @@ class Stopping(RecoveryStage):
                 if kept := job.snapshots.on_node(rank, worker.node):
                     worker.inherits = frozenset().union(*(each.steps for each in kept))
                     job.pass_snapshots(worker, rank, kept)
-                job.orders.assign(worker, job.generation, f"spare {worker.worker} takes rank {rank}")
+                job.assign(worker, f"spare {worker.worker} takes rank {rank}")
             return ToRecovering(step)
         missing = job.roster.missing_ranks()
         if job.drain.reason is not None:  # there is no time to wait for spares
@@ -157,4 +169,4 @@ class Stopping(RecoveryStage):
     def _wait_for_help(self, now_s: float) -> None:
         """Begins the wait for a process to start or a node to join. Later events must not postpone its deadline."""
         if not self._waits_for_help:
-            self._waits_for_help, self.deadline_s = True, now_s + self.job.settings.start_deadline_s
+            self._waits_for_help, self.deadline_s = True, now_s + self.job.settings.deadlines.start_s

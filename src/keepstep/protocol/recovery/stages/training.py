@@ -10,6 +10,7 @@ from keepstep.protocol.recovery.end.drain import HOLDING
 from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.protocol.recovery.stages.stage import JobStage
+from keepstep.protocol.recovery.suspicion import Left, Silence, left_in_training
 from keepstep.protocol.recovery.transitions import GiveUp, Next, Stage, ToDraining, ToEnded, ToFinished
 
 
@@ -20,6 +21,7 @@ class Training(JobStage):
     answer = StepsFinished
     starts_spares = True
     reports_standstill = True
+    judges_silence = True
 
     def __init__(self, job: JobState) -> None:
         super().__init__(job, job.roster.holder_numbers())
@@ -40,6 +42,10 @@ class Training(JobStage):
         uneven = self.job.standstill.uneven()
         return ToEnded(verdicts.uneven_steps(uneven)) if uneven else None
 
+    def left_without(self, silence: Silence) -> Left | None:
+        """Returns what is left without ranks that have made no progress: each rank holds a complete copy."""
+        return left_in_training(self.job, silence)
+
     def overdue(self, now_s: float) -> Next:
         """Ends the job, because a script has ended and the others still train."""
         ended_early = verdicts.ended_early(self.job.roster)
@@ -48,7 +54,7 @@ class Training(JobStage):
     def script_ended(self, now_s: float) -> Next:
         """Sets a deadline for the other scripts. If they do not end as well, the job cannot continue."""
         if self.job.roster.num_holders:
-            self.deadline_s = self.deadline_s or now_s + self.job.settings.end_deadline_s
+            self.deadline_s = self.deadline_s or now_s + self.job.settings.deadlines.end_s
         return super().script_ended(now_s)
 
     def worker_ready(self, worker: Worker, now_s: float) -> Next:

@@ -1,0 +1,102 @@
+"""The oracle's check of silence: processes and nodes that may go on are not given up if the state is lost with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keepstep.sim.cluster.values import INCOMPLETE
+from keepstep.sim.oracle.checks import Check, ViolationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from keepstep.sim.cluster.process import SimulatedProcess
+    from keepstep.sim.world import World
+
+FAULTS = frozenset({"stop", "deadlock", "slow", "suspend"})
+"""Faults that leave a process alive, with its copy of the state."""
+ROUNDING_S = 1e-6
+
+
+class SilenceWatch:
+    """Watches one run's silent processes and nodes."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._since_s: dict[int, float] = {}
+        """process -> when it fell silent."""
+
+    def begins(self, worker: SimulatedProcess) -> None:
+        """Records a process that falls silent."""
+        self._since_s[worker.process] = self._world.schedule.now_s
+
+    def holds(self, worker: SimulatedProcess) -> bool:
+        """Returns whether a process lives, although a fault has hit it: it is only silent, or has gone on."""
+        return worker.is_alive and worker.process in self._since_s
+
+    def fenced(self, worker: SimulatedProcess) -> None:
+        """Checks the order to kill a process."""
+        if not self.holds(worker) or self._world.oracle.has_other_fault(worker):
+            return
+        deadlines, now_s = self._world.layout.settings.deadlines, self._world.schedule.now_s
+        lasts_s = now_s - self._since_s[worker.process]
+        if lasts_s + ROUNDING_S >= deadlines.long_s and self._world.checkpoints():
+            return
+        self._check(
+            lambda other: other is worker,
+            lambda other: other.node.is_read,
+            f"{worker}, silent for {lasts_s:.2f} s, is fenced",
+        )
+
+    def evicted(self, node: str, silent_s: float) -> None:
+        """Checks the eviction of a node from which the controller has heard nothing for a time."""
+        deadlines = self._world.layout.settings.deadlines
+        least_s = deadlines.isolated_s if self._world.checkpoints() else deadlines.long_s
+        if silent_s + ROUNDING_S >= least_s:
+            return
+        self._check(
+            lambda other: other.node.name == node,
+            lambda other: other.node.is_read and other.node.name != node,
+            f"{node}, silent for {silent_s:.2f} s, is evicted",
+        )
+
+    def _must_be_known(self, worker: SimulatedProcess) -> bool:
+        """Returns whether a process is silent, and so long that the controller must know."""
+        deadlines, now_s = self._world.layout.settings.deadlines, self._world.schedule.now_s
+        known_s = now_s - deadlines.hang_after_s - deadlines.together_s - 1.0
+        is_silent = worker.is_stopped or worker.is_stuck or worker.slowness > 1.0
+        return is_silent and self._since_s.get(worker.process, now_s) < known_s
+
+    def _check(
+        self,
+        is_lost: Callable[[SimulatedProcess], bool],
+        is_read: Callable[[SimulatedProcess], bool],
+        what: str,
+    ) -> None:
+        """Checks that the state is not lost by a decision, unless it was lost before.
+
+        Args:
+            is_lost: whether a process is given up.
+            is_read: whether the snapshots in a process's memory count after the decision.
+            what: the decision.
+        """
+        oracle, shards = self._world.oracle, set(self._world.layout.shards)
+
+        def stays(worker: SimulatedProcess) -> bool:
+            return not is_lost(worker) and not self._must_be_known(worker)
+
+        if not oracle.has_trained or oracle.finished_ranks or oracle.drain.is_asked or oracle.is_excused:
+            return
+        complete = [
+            worker
+            for worker in self._world.rank_holders()
+            if INCOMPLETE not in worker.parameters and len(worker.parameters) >= max(1, oracle.furthest)
+        ]
+        holders = [worker for worker in complete if not oracle.is_unreachable(worker)]
+        if {worker.shard for worker in holders} != shards or {each.shard for each in complete if stays(each)} == shards:
+            return
+        if not any(is_lost(worker) for worker in holders):
+            return  # they hold nothing
+        now_s = self._world.schedule.now_s
+        if oracle.snapshots.newest(lambda worker: is_read(worker) and not oracle.is_unreachable(worker), now_s) is None:
+            raise ViolationError(Check.LAST_COPY, f"{what}, and the last copy of a shard is lost with it")
