@@ -23,7 +23,7 @@ from keepstep.config import SECRET_VARIABLE
 from keepstep.protocol import messages as msg
 from keepstep.protocol.node.agent import AgentMachine
 from keepstep.protocol.node.effects import HandOver, Kill, Spawn
-from keepstep.protocol.node.liveness import LivenessSettings
+from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.phases import Phase
 from keepstep.shared.tagpage import EVENT_BYTES, RING_EVENTS
 from keepstep.transports.interface import Connected
@@ -58,7 +58,7 @@ class Agent:
     def __init__(self, number: int, world_size: int, endpoint: str, credentials: Credentials) -> None:
         self.name = f"node-{number}"
         joined = msg.NodeJoined(self.name, 1, self.name, number, world_size, ())
-        self.machine = AgentMachine(joined, time.time_ns(), LivenessSettings(between_steps_s=1e9))
+        self.machine = AgentMachine(joined, time.time_ns(), Deadlines(long_s=1e9))
         self.connection = RpcControllerConnection([endpoint], credentials)
         self.phases = PhaseReporter(self.name, self.connection)
         self.worker: int | None = None

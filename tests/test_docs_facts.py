@@ -84,7 +84,7 @@ FACTS: list[tuple[Path, str]] = [
     (PROTOCOL, f"when a packet that comes {reliable_channel.CROSSING_S:g} s later does not acknowledge it"),
     (PROTOCOL, f"does not acknowledge it, or after {reliable_channel.RESEND_S:g} s"),
     (PROTOCOL, f"A node has a lease of {controller_machine.LEASE_S:g} s"),
-    (PROTOCOL, f"It gives no node up for {controller_machine.ISOLATED_S:g} s"),
+    (PROTOCOL, f"It gives no node up for {controller_machine.Deadlines().isolated_s:g} s"),
     (PROTOCOL, f"for which it holds, {lease.HOLD_S:g} s by default"),
     (PROTOCOL, f"*began* less than {lease.TRUSTED:g} of that time ago"),
     (PROTOCOL, f"take {mib(jobstore.MAX_STORE_BYTES)}, a value {mib(reports.MAX_STORE_VALUE_BYTES)}"),

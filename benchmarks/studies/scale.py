@@ -33,7 +33,7 @@ from keepstep.protocol.controller import ControllerMachine
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.node.agent import AgentMachine
 from keepstep.protocol.node.effects import HandOver, Spawn
-from keepstep.protocol.node.liveness import LivenessSettings
+from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoverySettings, Stage
 from keepstep.protocol.relay.bundle import NodeSaid, PacketBundle
@@ -155,7 +155,7 @@ class Cluster:
         self.controller = ControllerMachine(RecoverySettings(num_nodes * per_node, 1, per_node), lease_s=None)
         self.agents = {
             f"node-{number}": AgentMachine(
-                msg.NodeJoined(f"node-{number}", per_node + (number == 0), "site", 0, 0, ()), 1, LivenessSettings()
+                msg.NodeJoined(f"node-{number}", per_node + (number == 0), "site", 0, 0, ()), 1, Deadlines()
             )
             for number in range(num_nodes)
         }

@@ -104,7 +104,7 @@ def test_many_messages_of_transfers(num: int, seed: int) -> None:
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_a_time_that_is_no_number_is_refused(number: float) -> None:
     """An agent's NaN went into the journal as null, and the controller could not come back from it."""
-    for message in (StepObserved("a", 1, 1, number, 1.0), StepObserved("a", 1, 1, 1.0, number)):
+    for message in (StepObserved("a", 1, 1, number, 1.0, ()), StepObserved("a", 1, 1, 1.0, number, ())):
         with pytest.raises(RemoteProtocolError, match="Expected `float`"):
             codec.decode(codec.encode(message))
 

@@ -11,12 +11,14 @@ walk picks.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 from tests.protocol.simulated_nodes import SimulatedNodes
 from tests.protocol.simulated_oracle import Oracle
 from tests.protocol.simulated_worker import AWAITS_ORDERS, ORDER_IN_STEP, Position, SimulatedWorker, WorkerState
 
+from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.messages import (
     AnyMessage,
     Cause,
@@ -63,9 +65,12 @@ class SimulatedJob(SimulatedNodes):
         nodes: dict[str, int] | None = None,
         **settings: object,
     ) -> None:
-        """``nodes``: how many slots each has; "name/domain" where its domain matters. One that just fits by default."""
+        """``nodes``: how many slots each has; "name/domain" where its domain matters. One that just fits by default.
+        ``settings``: fields of `RecoverySettings` and `Deadlines`."""
         super().__init__()
-        self.machine = RecoveryMachine(RecoverySettings(world_size, num_spares, **settings))
+        names = {field.name for field in dataclasses.fields(Deadlines)}
+        deadlines = Deadlines(**{name: settings.pop(name) for name in names & settings.keys()})
+        self.machine = RecoveryMachine(RecoverySettings(world_size, num_spares, deadlines=deadlines, **settings))
         self.oracle = Oracle(self.machine, shards, checkpoint_every is not None)
         self.most_per_node = self.machine.settings.most_per_node
         self.num_steps = num_steps
@@ -454,7 +459,7 @@ class SimulatedJob(SimulatedNodes):
             ranks = self.nodes[worker.node].ranks
             there = [self.workers[number] for number, rank in ranks.items() if rank is not None]
             if all(other.observed_in == worker.generation for other in there):
-                seen = StepObserved(worker.node, worker.generation, worker.step, self.now_s, 0.1)
+                seen = StepObserved(worker.node, worker.generation, worker.step, self.now_s, 0.1, ())
                 self._queue(("page", worker.node), seen)
         if self.checkpoint_every and worker.rank == 0 and (worker.step + 1) % self.checkpoint_every == 0:
             self.checkpoints.add(worker.step + 1)

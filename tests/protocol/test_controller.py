@@ -12,9 +12,7 @@ from tests.protocol.toy_cluster import Crashed, ToyCluster
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import (
-    ISOLATED_S,
     LEASE_CHECK_SHARE,
-    LEASE_S,
     ControllerMachine,
     DeadlineCame,
     JournalEntry,
@@ -22,6 +20,7 @@ from keepstep.protocol.controller import (
     ReportsReceived,
     Restarted,
 )
+from keepstep.protocol.deadlines import LEASE_S, Deadlines
 from keepstep.protocol.messages import Cause, Packet
 from keepstep.protocol.node.agent import HEARTBEAT_S, SOONEST
 from keepstep.protocol.recovery import RecoverySettings, Stage
@@ -71,10 +70,10 @@ def test_a_job_that_no_node_joins_ends(is_restarted: bool) -> None:
     settings = RecoverySettings(world_size=2, num_spares=0)
     machine = ControllerMachine.from_journal(settings, [], 5.0) if is_restarted else ControllerMachine(settings)
     machine.begin(5.0)
-    assert machine.next_deadline() == 5.0 + settings.start_deadline_s
-    machine.tick(4.9 + settings.start_deadline_s)
+    assert machine.next_deadline() == 5.0 + settings.deadlines.start_s
+    machine.tick(4.9 + settings.deadlines.start_s)
     assert machine.job.ended is None
-    machine.tick(5.0 + settings.start_deadline_s)
+    machine.tick(5.0 + settings.deadlines.start_s)
     assert machine.job.ended is not None
     assert machine.job.ended.reason == "2 ranks were asked for, and the nodes that have joined hold 0"
 
@@ -209,7 +208,7 @@ def test_what_nodes_have_said_while_the_controller_was_held_up_is_read_before_an
 
 def test_a_controller_that_hears_no_node_waits_longer_before_it_gives_nodes_up() -> None:
     assert given_up_s(watching("node-0", "node-1")) == pytest.approx(
-        100.0 + ISOLATED_S, abs=LEASE_S * LEASE_CHECK_SHARE
+        100.0 + Deadlines().isolated_s, abs=LEASE_S * LEASE_CHECK_SHARE
     )
 
 
@@ -217,14 +216,14 @@ def test_the_loss_of_a_relay_is_no_sign_that_its_nodes_are_heard() -> None:
     """The lease of one node starts over, and yet the controller has heard none for one lease: it may be cut off."""
     controller = watching("node-0", "node-1")
     controller.relay_lost(["node-0"], 102.0)
-    assert given_up_s(controller) == pytest.approx(100.0 + ISOLATED_S, abs=LEASE_S * LEASE_CHECK_SHARE)
+    assert given_up_s(controller) == pytest.approx(100.0 + Deadlines().isolated_s, abs=LEASE_S * LEASE_CHECK_SHARE)
 
 
 def test_a_node_that_has_not_come_back_after_a_restart_is_not_heard() -> None:
     """One came back and fell silent again, the other is still awaited: there is no node that the controller hears."""
     controller = watching("node-0", "node-1", restarted_s=200.0)
     controller.receive(Packet("node-0", 1, 1, 0, (), misses=False), 201.0)
-    assert given_up_s(controller) == pytest.approx(201.0 + ISOLATED_S, abs=LEASE_S * LEASE_CHECK_SHARE)
+    assert given_up_s(controller) == pytest.approx(201.0 + Deadlines().isolated_s, abs=LEASE_S * LEASE_CHECK_SHARE)
 
 
 def test_a_deadline_that_has_come_is_not_the_next_one_again() -> None:
@@ -374,7 +373,7 @@ FORGED: list[tuple[int, msg.Report | msg.AgentOrder]] = [
     (0, msg.NodeJoined("node-2", 8, "x", 0, 0, ())),
     (0, msg.WorkerFenced(0)),
     (3, msg.NodeJoined("node-1", 8, "x", 0, 0, ())),
-    (3, msg.StepObserved("node-2", 1, 5, 1.0, 1.0)),
+    (3, msg.StepObserved("node-2", 1, 5, 1.0, 1.0, ())),
     (3, msg.JobStalled("node-2", 1, "all wait")),
     (3, msg.StoreRequested(1, 1, 0, "get", ("key",), b"")),
     (3, msg.Stop(7, "I say so", None)),

@@ -51,7 +51,7 @@ def test_a_job_starts_all_ranks_and_spares_and_trains_when_all_ranks_are_ready()
         (3, None),
         (4, None),
     ]
-    assert set(job.orders(Assign)) == {Assign(rank, 1, rank, rank, 3, None) for rank in range(3)}
+    assert set(job.orders(Assign)) == {Assign(rank, 1, rank, rank, 3, None, ()) for rank in range(3)}
     assert job.orders(Recover) == [Recover(1, 0, (), job.machine.membership, (), None)]
     assert job.orders(Resume) == [Resume(1)]
     assert job.handed_to(Recover) == job.handed_to(Resume) == [(0, 1, 2)]

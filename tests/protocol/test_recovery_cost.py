@@ -133,7 +133,7 @@ CASES: list[tuple[Stage, Report]] = [
     (Stage.STARTING, WorkerReady(8, 1, (0,), (), False, "0")),
     (Stage.RECOVERING, GroupsReset((8,), 1)),
     (Stage.RECOVERING, StateRecovered((8,), 1, 64, False)),
-    (Stage.TRAINING, StepObserved("n1", 1, 0, 1.0, 0.1)),
+    (Stage.TRAINING, StepObserved("n1", 1, 0, 1.0, 0.1, ())),
     (Stage.TRAINING, JobStalled("n1", 1, "all ranks wait")),
     (Stage.TRAINING, StepsFinished((8,), 1, 9, None)),
     (Stage.TRAINING, NodeJoined("late", 8, "", 0, 0, ())),

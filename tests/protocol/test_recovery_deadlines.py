@@ -25,7 +25,7 @@ def ended(job: SimulatedJob) -> tuple[int, str]:
     return job.ended.exit_code, job.ended.reason
 
 
-DEADLINES = {"start_deadline_s": 50.0, "stop_deadline_s": 40.0, "recover_deadline_s": 30.0, "end_deadline_s": 20.0}
+DEADLINES = {"start_s": 50.0, "stop_s": 40.0, "recover_s": 30.0, "end_s": 20.0}
 
 
 def with_deadlines(world_size: int = 2, num_spares: int = 1, **options: int) -> SimulatedJob:
@@ -49,7 +49,7 @@ def test_start_up_has_a_deadline() -> None:
     job.join()
     job.withhold(job.workers[1], WorkerReady)
     job.settle()
-    assert_due_in(job, DEADLINES["start_deadline_s"])
+    assert_due_in(job, DEADLINES["start_s"])
     assert ended(job) == (1, "ranks [1] did not reach their first step within 50 s")
 
 
@@ -68,7 +68,7 @@ def test_a_start_up_of_a_job_that_has_trained_is_tried_again_after_its_deadline(
     job.settle()
     assert job.where == (Stage.STARTING, 2)
     job.deadline()
-    assert job.now_s - started_s == pytest.approx(DEADLINES["start_deadline_s"], abs=0.1)
+    assert job.now_s - started_s == pytest.approx(DEADLINES["start_s"], abs=0.1)
     assert job.where == (Stage.STOPPING, 3)
     assert "did not reach their first step in time" in job.machine.records[-1].detail
     until_training(job)
@@ -89,7 +89,7 @@ def one_killed_and_one_hung(num_spares: int) -> tuple[SimulatedJob, SimulatedWor
 
 def test_a_survivor_that_reaches_no_safe_point_in_time_is_lost_too() -> None:
     job, silent = one_killed_and_one_hung(num_spares=2)
-    assert_due_in(job, DEADLINES["stop_deadline_s"])
+    assert_due_in(job, DEADLINES["stop_s"])
     job.settle()
     assert job.where == (Stage.TRAINING, 2)
     assert [order.worker for order in job.orders(FenceWorker)] == [silent.number]
@@ -104,7 +104,7 @@ def test_a_replacement_that_never_comes_ends_in_a_rescue() -> None:
         next(job.moves(training=False))[1]()
     job.withhold(job.workers[2], WorkerReady)
     job.settle()
-    assert_due_in(job, DEADLINES["start_deadline_s"])
+    assert_due_in(job, DEADLINES["start_s"])
     job.settle()
     exit_code, reason = ended(job)
     assert exit_code == 76
@@ -132,7 +132,7 @@ def test_what_is_lost_while_help_is_waited_for_does_not_put_the_end_off() -> Non
     job = waiting_for_help()
     due = job.machine.next_deadline()
     for number in (2, 3):
-        job.now_s += 0.4 * DEADLINES["start_deadline_s"]
+        job.now_s += 0.4 * DEADLINES["start_s"]
         job.kill(job.workers[number])
         replaced(job, number + 1)
         assert job.where == (Stage.STOPPING, 2)
@@ -145,7 +145,7 @@ def test_what_is_lost_while_help_is_waited_for_does_not_put_the_end_off() -> Non
 def test_help_is_waited_for_again_in_another_recovery() -> None:
     job = waiting_for_help()
     first_due = job.machine.next_deadline()
-    job.now_s += 0.9 * DEADLINES["start_deadline_s"]
+    job.now_s += 0.9 * DEADLINES["start_s"]
     job.release()
     assert job.settle().where == (Stage.TRAINING, 2)
     job.bring_all(5, Phase.BACKWARD)
@@ -154,7 +154,7 @@ def test_help_is_waited_for_again_in_another_recovery() -> None:
     due = job.machine.next_deadline()
     assert first_due is not None
     assert due is not None
-    assert due - job.now_s == pytest.approx(DEADLINES["start_deadline_s"], abs=0.1)
+    assert due - job.now_s == pytest.approx(DEADLINES["start_s"], abs=0.1)
     assert due > first_due
 
 
@@ -179,7 +179,7 @@ def test_a_rank_that_hangs_while_state_is_moved_is_lost(rank: int) -> None:
     job.hang(hung, seen=False)
     job.release()
     job.settle()
-    assert_due_in(job, DEADLINES["recover_deadline_s"])
+    assert_due_in(job, DEADLINES["recover_s"])
     until_training(job)
     assert job.where == (Stage.TRAINING, 3)
     fenced = {order.worker for order in job.orders(FenceWorker)}
@@ -206,7 +206,7 @@ def test_a_rescue_has_a_deadline() -> None:
     job.kill(job.holder(2))
     job.settle()
     assert job.machine.stage is Stage.RESCUING
-    assert_due_in(job, DEADLINES["end_deadline_s"])
+    assert_due_in(job, DEADLINES["end_s"])
     assert ended(job)[0] == 76
 
 
@@ -214,7 +214,7 @@ def test_a_script_that_ends_alone_has_a_deadline() -> None:
     job = with_deadlines().bring_all(3, Phase.UPDATED)
     job.quit(job.holder(0))
     job.settle()
-    assert_due_in(job, DEADLINES["end_deadline_s"])
+    assert_due_in(job, DEADLINES["end_s"])
     assert ended(job) == (1, "ranks [0] ended their script while the others still train")
 
 
@@ -227,7 +227,7 @@ def test_the_end_after_a_loss_has_a_deadline() -> None:
     job.settle()
     job.kill(job.holder(1))
     job.settle()
-    assert_due_in(job, DEADLINES["end_deadline_s"])
+    assert_due_in(job, DEADLINES["end_s"])
     assert ended(job) == (1, "rank 1 failed in the code after the last step: killed by SIGKILL")
 
 
@@ -258,7 +258,7 @@ def test_a_fence_that_is_ordered_late_has_a_time_of_its_own() -> None:
     job.now_s = due_s - 0.1
     job.withhold(hung, WorkerFenced)
     job.say(WorkerLost(hung.number, Cause.HANG, "no progress", False, None, job.now_s))
-    assert job.machine.next_deadline() == pytest.approx(job.now_s + DEADLINES["end_deadline_s"])
+    assert job.machine.next_deadline() == pytest.approx(job.now_s + DEADLINES["end_s"])
     job.release()
     job.finish_well()
 
@@ -290,7 +290,7 @@ def test_a_late_loss_does_not_put_the_end_off_for_a_survivor_that_does_not_stop(
     assert job.machine.next_deadline() == due_s
     job.deadline()
     assert silent.number in {order.worker for order in job.orders(FenceWorker)}
-    assert job.machine.next_deadline() == pytest.approx(due_s + DEADLINES["end_deadline_s"])
+    assert job.machine.next_deadline() == pytest.approx(due_s + DEADLINES["end_s"])
     job.release()
     assert job.settle().where == (Stage.TRAINING, 2)
 
@@ -304,6 +304,6 @@ def test_a_late_fence_has_its_time_even_if_the_last_survivor_stops_meanwhile() -
     job.deadline()
     assert job.now_s == due_s
     assert job.where == (Stage.STOPPING, 2)
-    assert job.machine.next_deadline() == pytest.approx(lost_s + DEADLINES["end_deadline_s"])
+    assert job.machine.next_deadline() == pytest.approx(lost_s + DEADLINES["end_s"])
     job.release()
     assert job.settle().where == (Stage.TRAINING, 2)

@@ -86,7 +86,7 @@ def of_generation(generation: int) -> list[messages.Report]:
         StepsFinished((0,), generation, 20, "0f0f"),
         Holding((0,), generation, 5),
         Drained((0,), generation, False),
-        StepObserved(NODE, generation, 30, 5.0, 0.5),
+        StepObserved(NODE, generation, 30, 5.0, 0.5, ()),
         JobStalled(NODE, generation, "all 3 ranks wait"),
         RanksStand(NODE, generation, (Standing(0, 9, Phase.SYNCED, WaitsFor.RANKS, 30.0, ()),)),
     ]
@@ -244,6 +244,6 @@ def test_the_slowest_and_the_last_node_tell_when_training_went_on() -> None:
     job.kill(job.holder(0))
     job.settle()
     for node, at_s, step_s in (("a", 8.0, 0.1), ("b", 9.0, 0.2), ("c", 7.0, 0.3)):
-        job.say(StepObserved(node, 2, 3, at_s, step_s))
+        job.say(StepObserved(node, 2, 3, at_s, step_s, ()))
     record = job.machine.records[-1]
     assert (record.resumed_s, record.first_step_s) == (9.0, 0.3)

@@ -60,7 +60,7 @@ def test_nothing_is_started_before_there_is_room_for_all() -> None:
 
 
 def test_ranks_do_not_wait_for_ever_for_the_room_of_spares() -> None:
-    job = SimulatedJob(world_size=4, num_spares=2, nodes={"a": 2, "b": 2}, start_deadline_s=50.0).join()
+    job = SimulatedJob(world_size=4, num_spares=2, nodes={"a": 2, "b": 2}, start_s=50.0).join()
     assert job.effects == []
     joined_s = job.now_s - 0.001
     job.deadline()
@@ -348,7 +348,7 @@ def test_where_there_is_no_room_the_survivors_wait_for_a_node_that_joins() -> No
 
 
 def test_nodes_that_come_and_go_do_not_put_the_end_off() -> None:
-    job = waiting_for_room(start_deadline_s=50.0)
+    job = waiting_for_room(start_s=50.0)
     due = job.machine.next_deadline()
     for name in ("c", "d"):
         job.now_s += 20.0
@@ -365,7 +365,7 @@ def test_nodes_that_come_and_go_do_not_put_the_end_off() -> None:
 
 
 def test_nodes_that_come_and_go_do_not_put_the_end_off_where_all_ranks_restart() -> None:
-    job = SimulatedJob(world_size=2, num_spares=0, nodes={"a": 1, "b": 1}, checkpoint_every=2, start_deadline_s=50.0)
+    job = SimulatedJob(world_size=2, num_spares=0, nodes={"a": 1, "b": 1}, checkpoint_every=2, start_s=50.0)
     job.bring_all(3, Phase.BACKWARD)
     for name in ("a", "b"):
         job.lose_node(name)
@@ -386,7 +386,7 @@ def test_nodes_that_come_and_go_do_not_put_the_end_off_where_all_ranks_restart()
 
 
 def test_room_that_never_comes_ends_in_a_rescue() -> None:
-    job = waiting_for_room(start_deadline_s=50.0)
+    job = waiting_for_room(start_s=50.0)
     due = job.machine.next_deadline()
     assert due is not None
     assert due - job.now_s == pytest.approx(50.0, abs=0.1)

@@ -22,9 +22,9 @@ OUTAGE_S = 1e5
 
 def held_in(stage: Stage) -> SimulatedJob:
     """A job that was brought to a stage, and is held there."""
-    job = SimulatedJob(world_size=3, num_spares=1, num_steps=4, end_deadline_s=20.0)
+    job = SimulatedJob(world_size=3, num_spares=1, num_steps=4, end_s=20.0)
     if stage is Stage.RESCUING:
-        job = SimulatedJob(world_size=3, num_spares=0, max_restarts=0, end_deadline_s=20.0)
+        job = SimulatedJob(world_size=3, num_spares=0, max_restarts=0, end_s=20.0)
     if stage is Stage.STARTING:
         job.join().withhold(job.workers[1], WorkerReady)
         return job.settle()

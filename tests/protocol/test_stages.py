@@ -17,7 +17,6 @@ from keepstep.protocol.recovery.stages.starting import Starting, WaitingForNodes
 from keepstep.protocol.recovery.stages.stopping import Stopping
 from keepstep.protocol.recovery.stages.training import Training
 from keepstep.protocol.recovery.transitions import (
-    GiveUp,
     ToEnded,
     ToRecovering,
     ToStarting,
@@ -115,13 +114,12 @@ def test_a_further_loss_belongs_to_the_recovery_that_has_begun() -> None:
     assert job.record.failures == [FAILURE]
 
 
-def test_survivors_that_do_not_stop_in_time_are_given_up_together() -> None:
+def test_survivors_that_do_not_stop_in_time_are_suspected() -> None:
     job, _ = recovering()
     stopping = Stopping(job, ToStopping(Cause.COLLECTIVE, "connection reset", ()), NOW_S)
-    follows = stopping.overdue(NOW_S)
-    assert isinstance(follows, GiveUp)
-    assert [worker.rank for worker, _ in follows.losses] == [0, 1]
-    assert all(worker.lost for worker, _ in follows.losses)
+    assert stopping.overdue(NOW_S) is None
+    assert [(number, each.due_s) for number, each in job.suspicions.items()] == [(0, NOW_S), (1, NOW_S)]
+    assert not any(worker.lost for worker in job.roster.holders())
 
 
 @pytest.mark.parametrize("kind", [Finished, Rescuing, Draining, JobEnded], ids=lambda kind: kind.__name__)

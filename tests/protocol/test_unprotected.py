@@ -44,7 +44,7 @@ def test_it_may_take_as_long_as_it_likes_until_a_rank_has_called_init() -> None:
     job = unprotected()
     assert job.machine.next_deadline() is None
     job.say(WorkerJoined(0, 4000))
-    assert job.machine.next_deadline() == job.now_s + job.machine.settings.start_deadline_s
+    assert job.machine.next_deadline() == job.now_s + job.machine.settings.deadlines.start_s
 
 
 def test_any_lost_rank_ends_it_at_once() -> None:

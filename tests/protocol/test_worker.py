@@ -78,7 +78,7 @@ def launched(rank: int | None = RANK) -> WorkerMachine:
 def ready(snapshots: tuple[int, ...] = ()) -> WorkerMachine:
     """A rank that stands ready in generation 1."""
     machine = launched()
-    machine.receive(Assign(NUMBER, 1, RANK, 0, 3, None))
+    machine.receive(Assign(NUMBER, 1, RANK, 0, 3, None, ()))
     assert moves(machine) == [Connect(1)]
     machine.connected()
     assert moves(machine) == [GroupsReset((NUMBER,), 1), Build()]
@@ -157,7 +157,7 @@ def test_a_rank_waits_for_its_assignment() -> None:
 def test_a_spare_awaits_its_rank_where_its_script_needs_one() -> None:
     machine = launched(rank=None)
     assert machine.await_rank() == RankAwaited(NUMBER)
-    machine.receive(Assign(NUMBER, 2, RANK, 0, 3, None))
+    machine.receive(Assign(NUMBER, 2, RANK, 0, 3, None, ()))
     assert machine.rank == RANK
     assert machine.await_rank() is None
     assert machine.target_generation == 2
@@ -167,7 +167,7 @@ def test_a_spare_awaits_its_rank_where_its_script_needs_one() -> None:
 def test_a_start_up_whose_generation_is_over_goes_on_in_echo_and_reaches_nothing(assigned: bool) -> None:
     machine = launched()
     if assigned:
-        machine.receive(Assign(NUMBER, 1, RANK, 0, 3, None))
+        machine.receive(Assign(NUMBER, 1, RANK, 0, 3, None, ()))
     assert machine.receive(stop(2)) is Urgency.BREAK
     assert moves(machine) == [Build()]
     assert machine.used_echo
@@ -182,7 +182,7 @@ def test_a_start_up_whose_generation_is_over_goes_on_in_echo_and_reaches_nothing
 
 def test_a_start_up_that_cannot_connect_goes_on_in_echo() -> None:
     machine = launched()
-    machine.receive(Assign(NUMBER, 1, RANK, 0, 3, None))
+    machine.receive(Assign(NUMBER, 1, RANK, 0, 3, None, ()))
     assert moves(machine) == [Connect(1)]
     machine.fell_out("connect", "no process came")
     assert moves(machine) == [CollectiveFailed(NUMBER, 1, "connect", "no process came"), Build()]
@@ -191,7 +191,7 @@ def test_a_start_up_that_cannot_connect_goes_on_in_echo() -> None:
 
 def test_a_start_up_in_which_something_was_echoed_reaches_nothing() -> None:
     machine = launched()
-    machine.receive(Assign(NUMBER, 1, RANK, 0, 3, None))
+    machine.receive(Assign(NUMBER, 1, RANK, 0, 3, None, ()))
     moves(machine)
     machine.connected()
     machine.echoed()
@@ -425,7 +425,7 @@ def test_a_rank_whose_ordered_update_was_echoed_does_not_go_on_with_it() -> None
 
 def test_a_rank_that_read_a_checkpoint_says_so() -> None:
     machine = spare()
-    machine.receive(Assign(NUMBER, 2, RANK, 0, 3, None))
+    machine.receive(Assign(NUMBER, 2, RANK, 0, 3, None, ()))
     machine.holds((5,), ())
     reconnect(machine, Recover(2, 5, (), MEMBERSHIP, (), None))
     assert moves(machine) == [GroupsReset((NUMBER,), 2), load(2, 5, Action.REWIND)]
@@ -435,7 +435,7 @@ def test_a_rank_that_read_a_checkpoint_says_so() -> None:
 
 def test_a_spare_takes_a_rank_and_restores() -> None:
     machine = spare()
-    machine.receive(Assign(NUMBER, 2, RANK, 0, 3, None))
+    machine.receive(Assign(NUMBER, 2, RANK, 0, 3, None, ()))
     transfer = Transfer((0, 2), (RANK,))
     reconnect(machine, Recover(2, 5, (transfer,), MEMBERSHIP, (), None))
     assert moves(machine) == [GroupsReset((NUMBER,), 2), load(2, 5, Action.RESTORE, transfer)]
@@ -584,7 +584,7 @@ def test_a_stop_while_all_recover_is_answered_from_the_resume_step() -> None:
 def test_a_spare_that_is_stopped_before_it_is_ready_reports_that_it_reaches_nothing() -> None:
     machine = launched(rank=None)
     moves(machine)
-    machine.receive(Assign(NUMBER, 2, RANK, 0, 3, None))
+    machine.receive(Assign(NUMBER, 2, RANK, 0, 3, None, ()))
     machine.receive(stop(3))
     machine.built("0", (), False)
     report = SafePointReached((NUMBER,), 3, -1, Phase.STARTING, (), None, (), False, ())

@@ -11,11 +11,11 @@ import dataclasses
 import msgspec
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import LATE_S, LEASE_S, ControllerMachine, JournalEntry
+from keepstep.protocol.controller import LATE_S, ControllerMachine, JournalEntry
+from keepstep.protocol.deadlines import LEASE_S, Deadlines
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.node.agent import AgentMachine
 from keepstep.protocol.node.effects import Depart, HandOver, Kill, Leave, Spawn
-from keepstep.protocol.node.liveness import LivenessSettings
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoverySettings
 from keepstep.protocol.relay.bundle import NodeSaid, PacketBundle
@@ -44,7 +44,7 @@ class ToyNode:
 
     def __init__(self, name: str, slots: int, incarnation: int) -> None:
         self.name = name
-        self.agent = AgentMachine(msg.NodeJoined(name, slots, name, 0, 0, ()), incarnation, LivenessSettings())
+        self.agent = AgentMachine(msg.NodeJoined(name, slots, name, 0, 0, ()), incarnation, Deadlines())
         self.workers: dict[int, ToyWorker] = {}
         self.orders: list[msg.AgentOrder] = []
         """What has arrived here, each order once; not those for the agent itself."""

@@ -580,7 +580,7 @@ def no_lease_ever_ends(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_controller_that_is_cut_off_gives_all_nodes_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(controller, "ISOLATED_S", 0.0)
+    patch.setattr(controller, "Deadlines().isolated_s", 0.0)
 
 
 def who_waits_for_a_peer_is_to_blame(patch: pytest.MonkeyPatch) -> None:
@@ -1083,9 +1083,7 @@ def a_node_is_lost_and_two_have_spares(seed: int) -> Case:
 def two_ranks(seed: int, num_nodes: int, ends_early: int | None, fault: SimulatedFault) -> Case:
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=1, ranks_per_node=2 // num_nodes)
     nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(num_nodes))
-    return Case(
-        seed, ClusterLayout(nodes, ("0",) * 2, settings, num_steps=4, ends_early=ends_early), (fault,)
-    )
+    return Case(seed, ClusterLayout(nodes, ("0",) * 2, settings, num_steps=4, ends_early=ends_early), (fault,))
 
 
 def a_rank_leaves_its_loop_early(seed: int) -> Case:
@@ -1129,9 +1127,7 @@ def a_job_is_drained_while_ranks_reduce(seed: int) -> Case:
     settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=0, ranks_per_node=3)
     nodes = (NodeLayout("node-0", 3, "rack"),)
     durations = SimulatedDurations(collective_s=0.2)
-    layout = ClusterLayout(
-        nodes, ("0",) * 3, settings, durations=durations, num_steps=20, reduces_after_update=True
-    )
+    layout = ClusterLayout(nodes, ("0",) * 3, settings, durations=durations, num_steps=20, reduces_after_update=True)
     return Case(seed, layout, (SimulatedFault("drain", 6.0 + seed % 97 / 97),))
 
 
@@ -1139,9 +1135,7 @@ def a_job_is_drained_while_one_rank_is_ahead(seed: int) -> Case:
     """Updates take so long that some rank is in its next step before the others have completed theirs."""
     settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=0, ranks_per_node=3)
     durations = SimulatedDurations(optimizer_s=0.5)
-    layout = ClusterLayout(
-        (NodeLayout("node-0", 3, "rack"),), ("0",) * 3, settings, durations=durations, num_steps=20
-    )
+    layout = ClusterLayout((NodeLayout("node-0", 3, "rack"),), ("0",) * 3, settings, durations=durations, num_steps=20)
     return Case(seed, layout, (SimulatedFault("drain", 6.0 + seed % 97 / 97),))
 
 

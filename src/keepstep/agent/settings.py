@@ -7,7 +7,7 @@ import enum
 import socket
 from pathlib import Path
 
-from keepstep.protocol.deadlines import Deadlines
+from keepstep.protocol.deadlines import DEADLINES, Deadlines
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class AgentSettings:
     devices: tuple[str, ...] = ()
     """The node's devices, as CUDA_VISIBLE_DEVICES names them; empty if it has none."""
     health: HealthSettings = dataclasses.field(default_factory=HealthSettings)
-    deadlines: Deadlines = Deadlines()
+    deadlines: Deadlines = DEADLINES
     output: OutputSettings = dataclasses.field(default_factory=OutputSettings)
     digest: bool = False
     observer: str | None = None

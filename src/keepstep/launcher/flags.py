@@ -25,7 +25,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, add_node_flags, add_recovery_flags, deadlines_of, split
 from keepstep.launcher.job import JobOptions, fresh_run_dir
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
-from keepstep.protocol.deadlines import Deadlines
+from keepstep.protocol.deadlines import DEADLINES
 
 LOOPBACK = "127.0.0.1"
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
@@ -70,7 +70,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         help="what to do about an unhealthy NVIDIA GPU: off, warn, or act: replace its rank (default: %(default)s)",
     )  # fmt: skip
     own.add_argument(
-        "--explain-after", type=float, default=Deadlines().explain_s, metavar="SECONDS",
+        "--explain-after", type=float, default=DEADLINES.explain_s, metavar="SECONDS",
         help="report ranks that have waited for others for this long, and where they wait (default: %(default)s)",
     )  # fmt: skip
     add_node_flags(parser)

@@ -109,7 +109,17 @@ class AnswersReceived(msgspec.Struct, frozen=True, tag=True):
         return (msgspec.structs.replace(each, workers=workers) for each in self.reports)
 
 
-Event = ReportsReceived | AnswersReceived | LeaseExpired | NodeSilent | Departed | DeadlineCame | Restarted | CalledOff | DrainAsked
+Event = (
+    ReportsReceived
+    | AnswersReceived
+    | LeaseExpired
+    | NodeSilent
+    | Departed
+    | DeadlineCame
+    | Restarted
+    | CalledOff
+    | DrainAsked
+)
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -33,8 +33,8 @@ class Deadlines:
     recovery_s: float = 60.0
     """How long a rank may make no progress while it connects groups and moves state."""
     isolated_s: float = 60.0
-    """How long nodes may be silent if only a checkpoint holds the state without them, or if all of them are silent: then
-    the controller's own network has probably failed."""
+    """How long nodes may be silent if only a checkpoint holds the state without them, or if all of them are silent,
+    because then the controller's own network has probably failed."""
     end_s: float = 60.0
     """How long the last part of a job may take: a rescue, a fence, and the scripts' ends after the first one's."""
     recover_s: float = 300.0
@@ -59,3 +59,7 @@ class Deadlines:
         one cause come that far apart.
         """
         return min(3.0, max(0.2, 0.2 * self.hang_after_s))
+
+
+DEADLINES = Deadlines()
+"""The defaults."""

@@ -23,6 +23,14 @@ from keepstep.sim.cluster.schedule import Event
 if TYPE_CHECKING:
     from keepstep.sim.world import World
 
+_TOLD = (
+    msg.WorkerLost,
+    msg.WorkerSuspected,
+    msg.SuspicionLifted,
+    msg.WorkerFenced,
+    msg.WorkerDone,
+    msg.JobStalled,
+)
 _UNTOLD = (msg.NodeJoined, msg.WorkerStarted, msg.StepObserved)
 
 
@@ -62,7 +70,7 @@ class Story:
             case LeaseExpired():
                 self.add(entry.at_s, "controller", f"gives {entry.event.node} up: {entry.event.why}")
             case NodeSilent():
-                self.add(entry.at_s, "controller", f"stops the ranks, as {entry.event.node} is silent: {entry.event.why}")
+                self.add(entry.at_s, "controller", f"stops the ranks: {entry.event.node} is silent: {entry.event.why}")
             case Departed():
                 self.add(entry.at_s, "controller", f"lets {entry.event.node} go: {entry.event.why}")
             case Restarted():
@@ -77,7 +85,7 @@ class Story:
                 pass  # the trace already has these answers, from when the ranks sent them
             case ReportsReceived():
                 for report in entry.event.reports:
-                    if isinstance(report, msg.WorkerLost | msg.WorkerSuspected | msg.SuspicionLifted | msg.WorkerFenced | msg.WorkerDone | msg.JobStalled):
+                    if isinstance(report, _TOLD):
                         self.add(entry.at_s, entry.event.node, f"says: {_brief(report)}")
         for node, order, reason in entry.orders:
             if not isinstance(order, msg.StartWorker) or "job starts" not in reason:

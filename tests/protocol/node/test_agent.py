@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages as msg
+from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.node.agent import HEARTBEAT_S, HOLD_S, SOONEST, AgentMachine
 from keepstep.protocol.node.effects import (
@@ -20,7 +23,7 @@ from keepstep.protocol.node.effects import (
     Signal,
     Spawn,
 )
-from keepstep.protocol.node.liveness import LivenessSettings, Observation
+from keepstep.protocol.node.liveness import Observation
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount, WaitsFor
@@ -29,7 +32,8 @@ NODE, INCARNATION = "node-a", 5
 JOINED = msg.NodeJoined(NODE, 4, "rack-1", 0, 0, ())
 IN_A_STEP = Tag(1, 3, Phase.BACKWARD)
 BETWEEN = Tag(1, 3, Phase.UPDATED)
-POLL_INTERVAL_S = LivenessSettings().blind_s / 2
+DEADLINES = Deadlines()
+POLL_INTERVAL_S = DEADLINES.blind_s / 2
 EVICTED = msg.NodeEvicted(NODE, INCARNATION, "not heard of", False)
 
 
@@ -38,7 +42,7 @@ class Node:
 
     def __init__(self, ranks: int = 0, spares: int = 0) -> None:
         self.now_s = 100.0
-        self.agent = AgentMachine(JOINED, INCARNATION, LivenessSettings())
+        self.agent = AgentMachine(JOINED, INCARNATION, DEADLINES)
         self.controller = ReliableChannel(NODE, INCARNATION)
         assert self.heard() == [JOINED]
         for number in range(ranks + spares):
@@ -101,7 +105,7 @@ def test_what_concerns_all_ranks_goes_to_those_that_hold_one() -> None:
     stop = msg.Stop(2, "rank 0 lost", None)
     assert node.order(stop) == [HandOver((0, 1), stop)]
     assign, recover = (
-        msg.Assign(2, 2, 0, 0, 3, None),
+        msg.Assign(2, 2, 0, 0, 3, None, ()),
         msg.Recover(2, 3, (), msg.Membership.of([msg.Member(0, "n", "0")]), (), None),
     )
     assert node.order(assign, recover) == [HandOver((2,), assign), HandOver((0, 1, 2), recover)]
@@ -114,7 +118,7 @@ def test_a_node_of_spares_hands_nothing_over() -> None:
 def test_an_order_for_a_worker_that_is_gone_is_dropped() -> None:
     node = Node(spares=1)
     node.exit(0)
-    assert node.order(msg.Assign(0, 2, 0, 0, 3, None)) == []
+    assert node.order(msg.Assign(0, 2, 0, 0, 3, None, ())) == []
 
 
 def test_the_job_ends() -> None:
@@ -280,7 +284,7 @@ def test_a_node_that_has_nothing_to_say_is_heard_of_nonetheless() -> None:
 
 def test_nodes_that_answered_at_the_same_moment_have_a_heartbeat_each_in_its_own() -> None:
     names = [f"node-{number}" for number in range(100)]
-    agents = [AgentMachine(msg.NodeJoined(name, 1, name, 0, 0, ()), INCARNATION, LivenessSettings()) for name in names]
+    agents = [AgentMachine(msg.NodeJoined(name, 1, name, 0, 0, ()), INCARNATION, DEADLINES) for name in names]
     for agent in agents:
         assert agent.packets(100.0)
     dues = [agent.next_deadline() for agent in agents]
@@ -307,7 +311,7 @@ def test_the_first_step_is_reported_once_all_have_completed_it() -> None:
     node.agent.step_completed(1, 1, 5, 107.0, 0.9)  # of another generation
     assert node.heard() == []
     node.agent.step_completed(1, 2, 5, 100.5, 0.3)
-    assert node.heard() == [msg.StepObserved(NODE, 2, 5, 101.0, 0.3)]
+    assert node.heard() == [msg.StepObserved(NODE, 2, 5, 101.0, 0.3, ())]
     node.agent.step_completed(1, 2, 6, 103.0, 0.3)
     assert node.heard() == []
 
@@ -315,43 +319,75 @@ def test_the_first_step_is_reported_once_all_have_completed_it() -> None:
 # ---- Liveness -------------------------------------------------------------------------------------------------------
 
 
-def test_a_stopped_process_is_blamed() -> None:
+EXPLAIN_S = DEADLINES.explain_s
+COUNT = OperationCount("world", Operation.BARRIER, ALL_MEMBERS, 5, 4)
+
+
+def look(
+    node: Node, number: int, tag: Tag = BETWEEN, *, progress: int = 1, waits: bool = False, stopped: bool = False
+) -> None:
+    node.agent.observe(number, Observation(tag, progress, False, waits, stopped), node.now_s)
+
+
+def answered(node: Node, *counts: OperationCount, snapshots: msg.SnapshotsByRank = ()) -> list[object]:
+    """Pages are read as the machine asks; returns what reaches the controller."""
+    for effect in node.agent.take():
+        assert isinstance(effect, LookCloser)
+        shown, kept = dict.fromkeys(effect.workers, counts), dict.fromkeys(effect.workers, snapshots)
+        node.agent.looked_closer(shown, kept, node.now_s)
+    return node.heard()
+
+
+def of_liveness(reports: Sequence[object]) -> list[object]:
+    """Leaves out the explanations, which come at other times."""
+    return [each for each in reports if not isinstance(each, msg.RanksStand | msg.JobStalled)]
+
+
+def test_a_stopped_process_is_suspected_with_the_snapshots_in_its_memory_until_it_goes_on() -> None:
     node = Node(ranks=1)
-    look = Observation(IN_A_STEP, 1, waiting=False, in_collective=False, stopped=True)
-    node.agent.observe(0, look, node.now_s)
-    (report,) = node.wait(LivenessSettings().stopped_s + 0.01)
-    assert isinstance(report, msg.WorkerLost)
-    assert (report.cause, report.gone) == (Cause.STOPPED, False)
+    kept = ((0, (10, 20)),)
+    node.agent.clock_offset_s = 5.0
+    look(node, 0, IN_A_STEP, stopped=True)
+    stopped_s = node.now_s
+    node.wait(DEADLINES.hang_after_s + 0.01)
+    (report,) = of_liveness(answered(node, snapshots=kept))
+    assert isinstance(report, msg.WorkerSuspected)
+    assert (report.worker, report.cause, report.tag, report.snapshots) == (0, Cause.STOPPED, IN_A_STEP, kept)
+    assert report.since_s == pytest.approx(stopped_s + 5.0), "on the controller's clock"
+    look(node, 0, IN_A_STEP, progress=2)
+    assert of_liveness(node.wait(0.01)) == [msg.SuspicionLifted(0)]
     assert node.order(msg.FenceWorker(0, report.detail)) == [Kill(0)]
 
 
 def test_a_worker_at_its_safe_point_is_not_judged_by_its_phase() -> None:
     node = Node(ranks=1)
-    node.agent.observe(0, Observation(IN_A_STEP, 1, waiting=False, in_collective=False, stopped=False), node.now_s)
+    look(node, 0, IN_A_STEP)
     node.order(msg.Stop(2, "rank 1 lost", None))
     node.said(0, safe(0))
-    assert node.wait(LivenessSettings().recovery_s * 0.9) == []
-    (report,) = node.wait(LivenessSettings().recovery_s)
-    assert isinstance(report, msg.WorkerLost)
+    assert node.wait(DEADLINES.recovery_s * 0.9) == []
+    node.wait(DEADLINES.recovery_s)
+    (report,) = of_liveness(answered(node))
+    assert isinstance(report, msg.WorkerSuspected)
     assert report.cause is Cause.HANG
 
 
+def test_how_long_first_phases_take_is_told_and_learnt() -> None:
+    """A replacement compiles and opens its data as the first processes of the job did, maybe on other nodes."""
+    node = Node(ranks=1, spares=1)
+    node.order(msg.Resume(1))
+    node.agent.passed(0, Phase.FORWARD, node.now_s, node.now_s + 20.0)
+    node.agent.passed(0, Phase.FORWARD, node.now_s, node.now_s + 0.1)
+    node.agent.step_completed(0, 1, 0, node.now_s, 20.5)
+    (report,) = node.heard()
+    assert isinstance(report, msg.StepObserved)
+    assert report.first_phases == ((Phase.FORWARD, 20.0),)
+    node.order(msg.Assign(1, 2, 1, 1, 3, None, ((Phase.FORWARD, 30.0), (Phase.BACKWARD, 7.0))))
+    for phase, first_s in ((Phase.FORWARD, 30.0), (Phase.BACKWARD, 7.0)):
+        look(node, 1, Tag(2, 3, phase))
+        assert node.agent.liveness.deadline_s(1) == max(DEADLINES.hang_after_s, DEADLINES.hang_factor * first_s)
+
+
 # ---- Ranks that stand still -----------------------------------------------------------------------------------------
-
-EXPLAIN_S = LivenessSettings().explain_s
-COUNT = OperationCount("world", Operation.BARRIER, ALL_MEMBERS, 5, 4)
-
-
-def look(node: Node, number: int, tag: Tag = BETWEEN, *, progress: int = 1, waits: bool = False) -> None:
-    node.agent.observe(number, Observation(tag, progress, False, waits, False), node.now_s)
-
-
-def answered(node: Node, *counts: OperationCount) -> list[object]:
-    """Pages are read as the machine asks; returns what reaches the controller."""
-    for effect in node.agent.take():
-        assert isinstance(effect, LookCloser)
-        node.agent.looked_closer(dict.fromkeys(effect.workers, counts), node.now_s)
-    return node.heard()
 
 
 def test_where_ranks_stand_still_is_reported_after_a_while_and_taken_back_when_they_move() -> None:
@@ -384,7 +420,7 @@ def test_a_stalled_node_tells_where_its_ranks_stand_before_it_says_so() -> None:
     node = Node(ranks=2)
     for number in (0, 1):
         look(node, number, Tag(1, 3, Phase.SYNCED), waits=True)
-    assert node.wait(LivenessSettings().unknown_s - EXPLAIN_S / 2) == []
+    assert node.wait(2 * DEADLINES.hang_after_s - EXPLAIN_S / 2) == []
     node.agent.take()
     node.wait(EXPLAIN_S)
     stands, stalled = [
@@ -399,7 +435,7 @@ def test_ranks_that_are_being_stopped_stand_still_for_a_known_reason() -> None:
     node = Node(ranks=1)
     look(node, 0, IN_A_STEP, waits=True)
     node.order(msg.Stop(2, "rank 1 lost", None))
-    node.wait(LivenessSettings().unknown_s / 2)
+    node.wait(DEADLINES.hang_after_s)
     assert node.agent.take() == []
 
 
@@ -548,7 +584,7 @@ def test_a_worker_whose_script_is_through_leaves_nothing() -> None:
 
 def test_snapshots_are_passed_on_before_the_rank_and_let_go() -> None:
     node = Node(spares=1)
-    assign = msg.Assign(0, 2, 1, 0, 3, None)
+    assign = msg.Assign(0, 2, 1, 0, 3, None, ())
     orders = node.order(msg.PassSnapshots(0, 1, (7, 9)), assign)
     assert orders == [PassMemory(0, 1, (7, 9)), HandOver((0,), assign)]
     assert node.order(msg.ReleaseSnapshots((7, 9))) == [ReleaseMemory((7, 9))]

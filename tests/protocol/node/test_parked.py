@@ -3,10 +3,10 @@
 import pytest
 
 from keepstep.protocol import messages as msg
+from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.node.agent import AgentMachine
 from keepstep.protocol.node.effects import HandOver, Spawn
-from keepstep.protocol.node.liveness import LivenessSettings
 from keepstep.protocol.node.parked import device_for
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.reliable_channel import ReliableChannel
@@ -36,7 +36,7 @@ class Node:
 
     def __init__(self, devices_of_parked: int, num_spares: int = 2) -> None:
         joined = msg.NodeJoined(NODE, NUM_GPUS + num_spares, NODE, 0, 0, ())
-        self.agent = AgentMachine(joined, 1, LivenessSettings(), devices_of_parked)
+        self.agent = AgentMachine(joined, 1, Deadlines(), devices_of_parked)
         self.controller = ReliableChannel(NODE, 1)
         for number in range(NUM_GPUS + num_spares):
             rank = number if number < NUM_GPUS else None
@@ -54,7 +54,7 @@ class Node:
         self.agent.take()
 
     def assign(self, worker: int, rank: int) -> int | None:
-        [effect] = [each for each in self.order(msg.Assign(worker, 2, rank, rank, NUM_GPUS, None)) if each]
+        [effect] = [each for each in self.order(msg.Assign(worker, 2, rank, rank, NUM_GPUS, None, ())) if each]
         assert isinstance(effect, HandOver)
         assert isinstance(effect.order, msg.Assign)
         return effect.order.device

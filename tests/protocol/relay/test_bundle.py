@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.protocol.toy_cluster import RelayedCluster, ToyCluster
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import LEASE_S, AnswersReceived, ControllerMachine
+from keepstep.protocol.controller import AnswersReceived, ControllerMachine
+from keepstep.protocol.deadlines import LEASE_S
 from keepstep.protocol.recovery import RecoverySettings
 from keepstep.protocol.relay.bundle import Item, NodeConnected, NodeSaid, PacketBundle, bundled
 

@@ -34,7 +34,7 @@ def choice() -> SpareChoice:
 
 
 def lives_through(choice: SpareChoice, *reports: msg.Report, given: int | None = None) -> None:
-    orders = () if given is None else (("node-0", msg.Assign(given, 2, 0, 0, 1, None), "takes rank 0"),)
+    orders = () if given is None else (("node-0", msg.Assign(given, 2, 0, 0, 1, None, ()), "takes rank 0"),)
     entry = JournalEntry(3.0, ReportsReceived("node-1", 1, reports), orders=orders)
     choice.check(choice.given(entry), LOSS)
 

@@ -38,7 +38,7 @@ ENTRIES = [
         2,
         ((None, Stop(2, "lost", None), "lost"), ("node-b", FenceWorker(3, "why"), "why")),
     ),
-    JournalEntry(12.0, DeadlineCame()),
+    JournalEntry(12.0, DeadlineCame(())),
     JournalEntry(13.0, Restarted()),
 ]
 

@@ -22,7 +22,7 @@ PHASES = PhasesObserved("node", 0, np.zeros(2, PHASE_DTYPE).tobytes())
 
 
 def test_both_are_written(tmp_path: Path) -> None:
-    entry = JournalEntry(1.0, DeadlineCame())
+    entry = JournalEntry(1.0, DeadlineCame(()))
     with Recorder(tmp_path) as recorder:
         recorder.decided([entry])
         recorder.observed(PHASES)
@@ -37,7 +37,7 @@ def test_phases_that_cannot_be_written_end_nothing(tmp_path: Path, capsys: pytes
     with Recorder(tmp_path) as recorder:
         assert "phases are no longer recorded, training continues" in capsys.readouterr().err
         recorder.observed(PHASES)
-        recorder.decided([JournalEntry(1.0, DeadlineCame())])
+        recorder.decided([JournalEntry(1.0, DeadlineCame(()))])
     assert len(read(tmp_path / runfolder.JOURNAL)) == 1
     assert capsys.readouterr().err == ""
 
@@ -49,7 +49,7 @@ def test_a_full_disk_ends_the_log_once(tmp_path: Path, capsys: pytest.CaptureFix
             os.dup2(full.fileno(), recorder._phases._file)
         recorder.observed(PHASES)
         recorder.observed(PHASES)
-        recorder.decided([JournalEntry(1.0, DeadlineCame())])
+        recorder.decided([JournalEntry(1.0, DeadlineCame(()))])
     error = capsys.readouterr().err
     assert error.count("phases are no longer recorded") == 1
     assert "No space left" in error

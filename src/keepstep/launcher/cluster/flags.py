@@ -14,7 +14,7 @@ import socket
 from keepstep import config
 from keepstep.agent.settings import NodePlace
 from keepstep.errors import ConfigurationError
-from keepstep.protocol.deadlines import LEASE_S, Deadlines
+from keepstep.protocol.deadlines import DEADLINES, LEASE_S, Deadlines
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
 from keepstep.protocol.recovery.settings import QUARANTINE_FAILURES, QUARANTINE_WINDOW_S
 from keepstep.transports.interface import PATIENCE_S
@@ -162,7 +162,7 @@ def add_controller_flags(parser: argparse._ActionsContainer) -> None:
 def add_recovery_flags(parser: argparse._ActionsContainer) -> None:
     """Adds the flags of every job that decide when a rank is replaced, and on which node and device."""
     parser.add_argument(
-        "--hang-after", default=f"{Deadlines().hang_after_s:g}:{Deadlines().hang_factor:g}", metavar="SECONDS[:FACTOR]",
+        "--hang-after", default=f"{DEADLINES.hang_after_s:g}:{DEADLINES.hang_factor:g}", metavar="SECONDS[:FACTOR]",
         help="a rank hangs if it makes no progress for this long, and for FACTOR times the longest recent phase of its "
         "own process (default: %(default)s)",
     )  # fmt: skip
@@ -214,15 +214,15 @@ def deadlines_of(arguments: argparse.Namespace) -> Deadlines:
     Raises:
         ConfigurationError: the value is not SECONDS or SECONDS:FACTOR, both positive.
     """
-    text, defaults = arguments.hang_after, Deadlines()
+    text = arguments.hang_after
     seconds, _, factor = text.partition(":")
     try:
-        hang_after_s, hang_factor = float(seconds), float(factor) if factor else defaults.hang_factor
+        hang_after_s, hang_factor = float(seconds), float(factor) if factor else DEADLINES.hang_factor
     except ValueError:
         hang_after_s = hang_factor = math.nan
     if not (0 < hang_after_s < math.inf and 0 < hang_factor < math.inf):
         raise ConfigurationError(f"--hang-after {text}: must be SECONDS, or SECONDS:FACTOR, both positive")
-    return dataclasses.replace(defaults, hang_after_s=hang_after_s, hang_factor=hang_factor)
+    return dataclasses.replace(DEADLINES, hang_after_s=hang_after_s, hang_factor=hang_factor)
 
 
 def shape_of(nnodes: str, ranks_per_node: int, num_spares: int) -> Shape:

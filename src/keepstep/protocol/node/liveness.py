@@ -19,6 +19,8 @@ from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.messages import Cause, FirstPhases, JobStalled, SuspicionLifted, Tag, WorkerSuspected
 from keepstep.protocol.phases import Phase
 
+WAIT_FACTOR = 2.0
+"""A wait for others may take this many times `Deadlines.hang_after_s` in a phase of which no duration is known."""
 WINDOW = 64
 """Number of recent durations kept for each phase. The deadline of the phase follows from the longest of them."""
 MEASURED = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED})
@@ -214,17 +216,20 @@ class LivenessMachine:
         excused = look.waiting or (look.in_collective and not watched.stopping)
         if watched.rank is None or excused or still_s <= deadline_s:
             return None
-        detail = f"no progress in {where} for {still_s:.1f} s (allowed {deadline_s:.1f} s), and it waits for no other rank"
+        allowed = f"(allowed {deadline_s:.1f} s), and it waits for no other rank"
+        detail = f"no progress in {where} for {still_s:.1f} s {allowed}"
         return WorkerSuspected(number, Cause.HANG, detail, look.tag, watched.changed_s, ())
 
     def _waits_too_long(self, number: int, now_s: float) -> bool:
-        """Whether a rank has made no progress past its deadline. A rank that waits for others does nothing of its own
-        meanwhile, so the wait has no longer deadline than the least."""
-        watched = self._workers[number]
-        deadline_s = self.deadline_s(number)
-        if watched.seen is not None and (watched.seen.waiting or watched.seen.in_collective):
-            if watched.seen.tag.phase not in MEASURED:
-                deadline_s = min(deadline_s, self.deadlines.hang_after_s)
+        """Whether a rank has made no progress past its deadline.
+
+        While it waits for others the script does nothing, so the long deadline does not apply. The first collectives of
+        a job connect its ranks, and need some time.
+        """
+        watched, deadline_s = self._workers[number], self.deadline_s(number)
+        waits = watched.seen is not None and (watched.seen.waiting or watched.seen.in_collective)
+        if waits and deadline_s == self.deadlines.long_s:
+            deadline_s = WAIT_FACTOR * self.deadlines.hang_after_s
         return now_s - watched.changed_s > deadline_s
 
     def standing(self, least_s: float, now_s: float) -> list[tuple[int, Observation, float]]:

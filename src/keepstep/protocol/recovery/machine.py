@@ -171,22 +171,24 @@ class RecoveryMachine:
             return []
         stage, drain_due_s = self._stage, self._job.drain.due_s(self._stage.drain_share)
         self.standstill.tick(now_s)
+        has_acted = True
         if drain_due_s is not None and now_s >= drain_due_s:
             self._go(stage.drain_overdue(now_s), now_s)
         elif stage.deadline_s is not None and now_s >= stage.deadline_s:
             stage.deadline_s = None
             self._go(stage.overdue(now_s), now_s)
-        elif (judge_s := self._judge_next_s()) is not None and now_s >= judge_s:
-            self._judge(silent_nodes, now_s)
         else:
-            return []
-        return self._proceed(now_s)
+            has_acted = False
+        if (judge_s := self._judge_next_s()) is not None and now_s >= judge_s:
+            self._judge(silent_nodes, now_s)
+            has_acted = True
+        return self._proceed(now_s) if has_acted else []
 
     def judges_since(self, now_s: float) -> float | None:
         """Returns when the controller heard of the last suspicion that it is to judge now; None if it judges none.
 
-        The copies on a node count only if the controller has heard the node since. Otherwise a report that its ranks have
-        fallen silent, too, may be on its way.
+        The copies on a node count only if the controller has heard the node since. Otherwise a report that its ranks
+        have fallen silent, too, may be on its way.
         """
         if not self._stage.judges_silence:
             return None
@@ -246,6 +248,7 @@ class RecoveryMachine:
             elif left is not None and not silent_nodes:
                 self.standstill.keeps(worker, explanation(worker, suspicion, left, deadlines.long_s), now_s)
         for worker, _ in given_up:
+            del job.suspicions[worker.worker]
             self.roster.mark_lost(worker, gone=False)
         if given_up:
             self._act_on_losses(given_up, now_s)

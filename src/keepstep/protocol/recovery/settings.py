@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from keepstep.protocol.deadlines import Deadlines
+from keepstep.protocol.deadlines import DEADLINES, Deadlines
 
 EXIT_FAILED = 1
 EXIT_DRAINED = 1
@@ -38,7 +38,7 @@ class RecoverySettings:
     """The job ends after more recoveries in a row without a completed step, because such a step will fail again."""
     nodes_may_join: bool = True
     """False if the job has one node from the start, so that no other node can bring room for a rank."""
-    deadlines: Deadlines = Deadlines()
+    deadlines: Deadlines = DEADLINES
     spares_grace_s: float = 30.0
     """How long the controller waits for nodes with room for the spares, once there is room for all ranks."""
     grace_s: float = GRACE_S

@@ -72,8 +72,8 @@ class Silence:
 def left_in_training(job: JobState, silence: Silence) -> Left | None:
     """Returns what would be left of a job that trains.
 
-    Each live copy is complete, so all shards reach a common step if each has a holder. All ranks take their snapshots at
-    the same steps, and keep those to which the others can go back.
+    Each live copy is complete, so all shards reach a common step if each has a holder. All ranks take their snapshots
+    at the same steps, and keep those to which the others can go back.
 
     Returns:
         None: it is not known whether other nodes have second copies of what is on this one. The ranks must stop and

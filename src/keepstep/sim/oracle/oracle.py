@@ -249,10 +249,10 @@ class Oracle:
             self._spare_choice.check(given, self._only_loss())
         stop = next((reason for _, order, reason in entry.orders if isinstance(order, Stop)), None)
         is_given_up = False
-        for node, order, _ in entry.orders:
-            if isinstance(order, FenceWorker) and node is not None:
-                if (worker := self._world.nodes[node].workers.get(order.worker)) is not None:
-                    self.silence.fenced(worker)
+        fences = ((node, order.worker) for node, order, _ in entry.orders if isinstance(order, FenceWorker) and node)
+        for node, number in fences:
+            if (fenced := self._world.nodes[node].workers.get(number)) is not None:
+                self.silence.fenced(fenced)
         if isinstance(entry.event, LeaseExpired) and self._is_silent(entry.event.node):
             self.silence.evicted(entry.event.node, entry.at_s - self._heard_s[entry.event.node])
         if isinstance(entry.event, LeaseExpired) and self._may_be_given_up(entry.event.node):

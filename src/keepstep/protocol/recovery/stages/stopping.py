@@ -74,7 +74,6 @@ class Stopping(RecoveryStage):
             for number in sorted(self.awaited):
                 detail = "it did not reach a safe point in time"
                 self.job.suspect(WorkerSuspected(number, Cause.HANG, detail, None, now_s, ()), now_s, is_due=True)
-            self.deadline_s = now_s + self.job.settings.deadlines.stop_s
             return None
         if roster.unfenced() and now_s < self._fenced_by_s:
             self.deadline_s = self._fenced_by_s
@@ -91,13 +90,16 @@ class Stopping(RecoveryStage):
         if not self.awaited <= set(silence.silent):
             return None
         roster, generation = self.job.roster, self.job.generation
-        return left_in_recovery(self.job, silence, {each.worker: last_word(each, generation) for each in roster.holders()})
+        words = {each.worker: last_word(each, generation) for each in roster.holders()}
+        return left_in_recovery(self.job, silence, words)
 
     def proceed(self, now_s: float) -> Next:
         """Chooses the resume step when all ranks have stopped, and goes to it once each rank has a worker."""
         job = self.job
         record = job.record
         if self.awaited or job.roster.unfenced():
+            if not self.awaited and self.deadline_s is None:
+                self.deadline_s = max(self._fenced_by_s, now_s)
             return None
         record.stopped_s = record.stopped_s or now_s
         if (idle := job.generation - job.progress.last_generation) > job.settings.max_recoveries_without_progress:
