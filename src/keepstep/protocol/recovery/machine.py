@@ -31,7 +31,7 @@ from keepstep.protocol.recovery.stages.stage import JobStage
 from keepstep.protocol.recovery.stages.starting import Starting, WaitingForNodes
 from keepstep.protocol.recovery.stages.stopping import Stopping
 from keepstep.protocol.recovery.stages.training import Training
-from keepstep.protocol.recovery.suspicion import JUDGE_AGAIN, Left, Silence, explanation
+from keepstep.protocol.recovery.suspicion import Left, Silence, explanation
 from keepstep.protocol.recovery.transitions import (
     TRANSITIONS,
     GiveUp,
@@ -185,15 +185,15 @@ class RecoveryMachine:
         return self._proceed(now_s) if has_acted else []
 
     def judges_since(self, now_s: float) -> float | None:
-        """Returns when the controller heard of the last suspicion that it is to judge now; None if it judges none.
+        """Returns when the controller heard of the last suspicion, if it is to judge them now; else None.
 
         The copies on a node count only if the controller has heard the node since. Otherwise a report that its ranks
         have fallen silent, too, may be on its way.
         """
-        if not self._stage.judges_silence:
+        judge_s = self._judge_next_s()
+        if judge_s is None or now_s < judge_s:
             return None
-        due = (each.told_s for each in self._job.suspicions.values() if now_s >= each.due_s)
-        return max(due, default=None)
+        return max(each.told_s for each in self._job.suspicions.values())
 
     def next_deadline(self) -> float | None:
         """Returns when `tick` is next due; None if there is no deadline."""
@@ -228,7 +228,10 @@ class RecoveryMachine:
     # ---- silence ----------------------------------------------------------------------------------------------------
 
     def _judge(self, silent_nodes: Collection[str], now_s: float) -> None:
-        """Gives up the suspected ranks without which the job loses nothing; see `recovery.suspicion`."""
+        """Gives up the suspected ranks without which the job loses nothing; see `recovery.suspicion`.
+
+        All of them are judged when one of them is due: the others have fallen silent since.
+        """
         job, deadlines, holders = self._job, self._job.settings.deadlines, self.roster.holders()
         held = job.roster.holder_numbers()
         job.suspicions = {number: each for number, each in job.suspicions.items() if number in held}
@@ -236,9 +239,7 @@ class RecoveryMachine:
         given_up: list[tuple[Worker, msg.WorkerLost]] = []
         for number, suspicion in job.suspicions.items():
             report, worker = suspicion.report, job.roster.workers[number]
-            if now_s < suspicion.due_s:
-                continue
-            suspicion.due_s = now_s + max(deadlines.together_s, JUDGE_AGAIN * (now_s - report.since_s))
+            suspicion.due_s = suspicion.next_s(deadlines, now_s)
             silence = Silence([*(each for each, _ in given_up), worker], silent, report.snapshots)
             left = self._stage.left_without(silence)
             is_long = now_s >= report.since_s + deadlines.long_s and not silent_nodes

@@ -24,6 +24,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from keepstep.protocol import resume
+from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.messages import SnapshotsByRank, WorkerSuspected
 from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.protocol.recovery.stages.decision import Report, readable
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
     from keepstep.protocol.recovery.job import JobState
 
 
-JUDGE_AGAIN = 0.1
+AGAIN_SHARE = 0.1
 """A rank that may not be given up yet is judged again after this share of the time for which it has been silent."""
+AGAIN_S = 60.0
+"""... and after this time at most."""
 
 
 class Left(enum.StrEnum):
@@ -53,6 +56,14 @@ class Suspicion:
     """When the controller heard of it."""
     due_s: float
     """When it is to be judged next. Not at once: ranks that fell silent together must be judged together."""
+
+    def next_s(self, deadlines: Deadlines, now_s: float) -> float:
+        """Returns when a rank is to be judged again that was judged now: often in the beginning, and at the long
+        deadline."""
+        silent_s = now_s - self.report.since_s
+        again_s = now_s + max(deadlines.together_s, min(AGAIN_S, AGAIN_SHARE * silent_s))
+        long_s = self.report.since_s + deadlines.long_s
+        return min(again_s, long_s) if now_s < long_s else again_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,292 @@
+"""Silence: whom the controller gives up, when, and what it says of those that it keeps."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from tests.protocol.simulated_job import SimulatedJob
+from tests.protocol.simulated_worker import SimulatedWorker
+
+from keepstep.protocol.deadlines import DEADLINES, LEASE_S, Deadlines
+from keepstep.protocol.messages import (
+    Cause,
+    CheckpointWritten,
+    FenceWorker,
+    SafePointReached,
+    SnapshotsByRank,
+    StateRecovered,
+    SuspicionLifted,
+    Tag,
+    WorkerSuspected,
+)
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.recovery import Stage
+from keepstep.protocol.recovery.standstill import REPEAT_S
+from keepstep.protocol.recovery.suspicion import Left
+from keepstep.sim.cluster.layout import DEADLINES as SIMULATED
+
+TOGETHER_S = DEADLINES.together_s
+
+
+def own_shards(rank: int) -> str:
+    return str(rank)
+
+
+def training(world_size: int = 2, **options: object) -> SimulatedJob:
+    job = SimulatedJob(world_size, num_spares=2, num_steps=50, **options)
+    return job.bring_all(5, Phase.BACKWARD)
+
+
+def suspect(job: SimulatedJob, worker: SimulatedWorker, snapshots: SnapshotsByRank = ()) -> None:
+    """Its agent reports that the worker hangs; it does, and answers nothing any more."""
+    worker.hung = True
+    since_s = job.now_s - DEADLINES.hang_after_s
+    tag = Tag(worker.generation, worker.step, worker.phase)
+    job.say(WorkerSuspected(worker.number, Cause.HANG, "no progress", tag, since_s, snapshots))
+
+
+def wait(job: SimulatedJob, seconds: float, silent_nodes: tuple[str, ...] = ()) -> None:
+    """Lets the deadlines of some time come, one after the other."""
+    until_s = job.now_s + seconds
+    while (due_s := job.machine.next_deadline()) is not None and due_s <= until_s and not job.ended:
+        job.now_s = max(job.now_s, due_s)
+        job._perform(job.machine.tick(job.now_s, silent_nodes))
+    job.now_s = until_s
+
+
+def fenced(job: SimulatedJob) -> list[int]:
+    return [order.worker for order in job.orders(FenceWorker)]
+
+
+# ---- The table of deadlines -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deadlines", [DEADLINES, SIMULATED], ids=["defaults", "simulator"])
+def test_the_deadlines_are_in_their_order(deadlines: Deadlines) -> None:
+    """The agent's deadline for a phase comes before the controller's for the stage; else it blames the wrong ones."""
+    durations = [getattr(deadlines, each.name) for each in dataclasses.fields(deadlines) if each.name.endswith("_s")]
+    assert durations == sorted(durations)
+    assert deadlines.blind_s < LEASE_S
+    assert deadlines.together_s < deadlines.hang_after_s
+
+
+@pytest.mark.parametrize(
+    ("hang_after_s", "together_s"), [(0.1, 0.2), (1.0, 0.2), (5.0, 1.0), (60.0, 3.0), (900.0, 3.0)]
+)
+def test_the_wait_for_other_suspicions_is_short_beside_the_deadline(hang_after_s: float, together_s: float) -> None:
+    assert Deadlines(hang_after_s=hang_after_s).together_s == pytest.approx(together_s)
+
+
+# ---- In training ----------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_with_a_replica_is_given_up_after_a_short_wait_for_others() -> None:
+    job = training()
+    hung = job.holder(1)
+    suspect(job, hung)
+    assert job.machine.next_deadline() == pytest.approx(job.now_s + TOGETHER_S)
+    wait(job, TOGETHER_S * 0.9)
+    assert fenced(job) == []
+    wait(job, TOGETHER_S * 0.2)
+    assert fenced(job) == [hung.number]
+    record = job.machine.records[-1]
+    assert (record.cause, [each.rank for each in record.failures]) == (Cause.HANG, [1])
+    assert job.settle().where == (Stage.TRAINING, 2)
+
+
+def test_a_rank_that_goes_on_in_time_costs_nothing() -> None:
+    job = training()
+    suspect(job, job.holder(1))
+    job.say(SuspicionLifted(job.holder(1).number))
+    assert job.machine.next_deadline() is None
+    assert (fenced(job), job.where) == ([], (Stage.TRAINING, 1))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_that_fall_silent_together_are_all_kept(world_size: int) -> None:
+    """Storage has stalled, or a scheduler has suspended the job: no rank is better than the others."""
+    job = training(world_size)
+    for rank in range(world_size):
+        suspect(job, job.holder(rank))
+    wait(job, 3 * 3600.0)
+    assert (fenced(job), job.where) == ([], (Stage.TRAINING, 1))
+    for rank in range(world_size):
+        job.say(SuspicionLifted(job.holder(rank).number))
+        job.holder(rank).hung = False
+    job.finish_well()
+    assert job.machine.records == []
+
+
+def test_of_several_replicas_all_that_are_silent_are_given_up_in_one_recovery() -> None:
+    job = training(3)
+    hung = [job.holder(rank) for rank in (0, 2)]
+    for each in hung:
+        suspect(job, each)
+    wait(job, TOGETHER_S)
+    assert fenced(job) == [each.number for each in hung]
+    assert job.settle().where == (Stage.TRAINING, 2)
+
+
+def test_when_one_goes_on_the_others_get_the_time_to_do_so_too() -> None:
+    """Found by simulation: after SIGCONT for all, the agent of one node told of it first."""
+    job = training()
+    for rank in range(2):
+        suspect(job, job.holder(rank))
+    wait(job, 100.0)
+    job.say(SuspicionLifted(job.holder(0).number))
+    wait(job, TOGETHER_S * 0.9)
+    assert fenced(job) == []
+    wait(job, 100.0)
+    assert fenced(job) == [job.workers[1].number]
+
+
+def test_copies_on_a_node_that_is_not_heard_do_not_count() -> None:
+    """Found by simulation: the report that its ranks were silent as well was on its way."""
+    job = training(nodes={"a": 2, "b": 2}, ranks_per_node=1)
+    suspect(job, job.holder(0))
+    due_s = job.now_s + TOGETHER_S
+    assert job.machine.judges_since(due_s - 0.01) is None
+    assert job.machine.judges_since(due_s) == job.now_s
+    wait(job, 100.0, silent_nodes=("b",))
+    assert fenced(job) == []
+    wait(job, 20.0)
+    assert fenced(job) == [0]
+
+
+def test_a_shard_without_replica_is_given_up_if_its_snapshot_stays_in_memory() -> None:
+    job = training(shards=own_shards)
+    hung = job.holder(1)
+    suspect(job, hung, snapshots=((1, (4, 5)),))
+    wait(job, TOGETHER_S)
+    assert fenced(job) == [hung.number]
+
+
+@pytest.mark.parametrize("num_silent", [1, 2])
+def test_a_shard_of_which_nothing_is_left_is_kept_and_explained_every_five_minutes(num_silent: int) -> None:
+    job = training(shards=own_shards)
+    for rank in range(num_silent):
+        suspect(job, job.holder(rank))
+    wait(job, 3600.0)
+    assert (fenced(job), job.where) == ([], (Stage.TRAINING, 1))
+    text = job.machine.standstill.told
+    assert "rank 0: no progress; no other rank, snapshot or checkpoint has its state" in text or num_silent == 2
+    assert "so it is not replaced" in text
+    told = job.machine.standstill.num_told
+    assert num_silent * 3600.0 / (1.2 * REPEAT_S) < told < num_silent * 3600.0 / (0.9 * REPEAT_S)
+
+
+def test_with_a_checkpoint_alone_a_silent_rank_has_the_long_time() -> None:
+    job = training(shards=own_shards, checkpoint_every=2)
+    suspect(job, job.holder(1))
+    job.say(CheckpointWritten(0, 4))
+    wait(job, DEADLINES.long_s - DEADLINES.hang_after_s - 1.0)
+    assert fenced(job) == []
+    assert "only a checkpoint has its state, so it is not replaced before it has been silent for 1800 s" in (
+        job.machine.standstill.told
+    )
+    wait(job, 2.0)
+    assert fenced(job) == [1]
+
+
+def test_a_checkpoint_that_is_not_there_yet_is_none() -> None:
+    """Found by simulation: a job that writes checkpoints had not written the first one."""
+    job = training(shards=own_shards, checkpoint_every=40)
+    suspect(job, job.holder(1))
+    wait(job, 4 * DEADLINES.long_s)
+    assert fenced(job) == []
+
+
+# ---- In a recovery --------------------------------------------------------------------------------------------------
+
+
+def stopping_with(shards: Callable[[int], str], world_size: int) -> tuple[SimulatedJob, SimulatedWorker]:
+    """Rank 0 was killed, and the last rank, which is returned, does not stop. All others have."""
+    job = training(world_size, shards=shards)
+    hung = job.holder(world_size - 1)
+    job.withhold(hung, SafePointReached)
+    job.kill(job.holder(0))
+    job.settle()
+    assert job.where == (Stage.STOPPING, 2)
+    suspect(job, hung)
+    return job, hung
+
+
+def test_a_survivor_that_does_not_stop_is_given_up_if_another_has_its_copy() -> None:
+    job, hung = stopping_with(lambda rank: "0", 3)
+    wait(job, TOGETHER_S)
+    assert fenced(job) == [hung.number]
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 2)
+
+
+def test_the_last_copy_is_waited_for_though_it_does_not_stop() -> None:
+    job, hung = stopping_with(lambda rank: "0", 2)
+    wait(job, 3 * DEADLINES.stop_s)
+    assert (fenced(job), job.where) == ([], (Stage.STOPPING, 2))
+    assert "rank 1: no progress" in job.machine.standstill.told
+    hung.hung = False
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 2)
+
+
+def test_a_rank_is_not_waited_for_when_the_state_is_lost_without_it_anyway() -> None:
+    job, hung = stopping_with(own_shards, 2)
+    wait(job, TOGETHER_S)
+    assert fenced(job) == [hung.number]
+
+
+def test_nothing_is_decided_before_all_others_have_stopped() -> None:
+    job = training(3)
+    hung, late = job.holder(2), job.holder(1)
+    job.withhold(hung, SafePointReached)
+    job.withhold(late, SafePointReached)
+    job.kill(job.holder(0))
+    job.settle()
+    suspect(job, hung)
+    wait(job, 60.0)
+    assert fenced(job) == []
+    job.release()
+    job.withhold(hung, SafePointReached)
+    job.settle()
+    wait(job, 20.0)
+    assert fenced(job) == [hung.number]
+
+
+@pytest.mark.parametrize(("rank", "is_given_up"), [(0, False), (1, True)])
+def test_while_state_moves_its_only_source_is_kept_and_a_receiver_is_not(rank: int, is_given_up: bool) -> None:
+    job = training(2)
+    for worker in job.workers.values():
+        job.withhold(worker, StateRecovered)
+    job.kill(job.holder(1))
+    job.settle()
+    assert job.where == (Stage.RECOVERING, 2)
+    silent = job.holder(rank)
+    suspect(job, silent)
+    wait(job, TOGETHER_S)
+    assert fenced(job) == ([silent.number] if is_given_up else [])
+
+
+# ---- Silent nodes ---------------------------------------------------------------------------------------------------
+
+
+def on_two_nodes(shards: Callable[[int], str] = lambda rank: "0") -> SimulatedJob:
+    return training(nodes={"a": 2, "b": 2}, ranks_per_node=1, shards=shards)
+
+
+def test_what_would_be_left_without_a_node() -> None:
+    replicated, sharded = on_two_nodes(), on_two_nodes(own_shards)
+    assert replicated.machine.left_without_node("b", ["b"]) is Left.MEMORY
+    assert replicated.machine.left_without_node("b", ["a", "b"]) is None, "no node is better than the other"
+    assert sharded.machine.left_without_node("b", ["b"]) is None, "another node may have second copies"
+
+
+def test_ranks_stop_to_find_out_what_is_left_without_a_node() -> None:
+    job = on_two_nodes(own_shards)
+    job.withhold(job.holder(1), SafePointReached)
+    job._perform(job.machine.node_silent("b", "no heartbeat for 3 s", job.now_s))
+    assert job.where == (Stage.STOPPING, 2)
+    assert job.machine.left_without_node("b", ["b"]) is None, "rank 0 has not said what it holds"
+    job.settle()
+    assert job.machine.left_without_node("b", ["b"]) is Left.NOTHING
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 2), "the node is back, and nothing is lost"
