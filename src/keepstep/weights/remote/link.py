@@ -44,14 +44,13 @@ class NodeLink:
         deadline_s: the publishers' deadline, in seconds.
         """
         self.who = control.who
-        self.deadline_s = deadline_s
+        self._deadline_s = deadline_s
         self._control, self._stripes = control, _Stripes(self, streams)
         self._silence_s = SILENCE_SHARE * deadline_s
         self._messages: queue.SimpleQueue[AnyLinkMessage | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._num_sent, self._num_heard = 0, 0
-        self.lost = threading.Event()
-        """Set when the link has ended."""
+        self._is_lost = False
         self._hear: Callable[[AnyLinkMessage], None] = lambda message: None
         self._lost: Callable[[str], None] = lambda reason: None
         self._threads: list[threading.Thread] = []
@@ -84,7 +83,7 @@ class NodeLink:
     def ship(self, bucket: BucketInSlot) -> None:
         """Sends a bucket after all messages sent so far, without blocking, and releases it when it has left."""
         with self._changed:
-            if not self.lost.is_set():
+            if not self._is_lost:
                 self._stripes.ship(bucket, self._num_sent)
                 return
         bucket.release()
@@ -116,9 +115,9 @@ class NodeLink:
         """
         with self._changed:
             is_there = self._changed.wait_for(
-                lambda: self.lost.is_set() or self._num_heard >= num_messages, self.deadline_s
+                lambda: self._is_lost or self._num_heard >= num_messages, self._deadline_s
             )
-            if self.lost.is_set() or not is_there:
+            if self._is_lost or not is_there:
                 raise ConnectionEnded(self.who, "sent a bucket without its messages")
 
     # ---- threads ----------------------------------------------------------------------------------------------------
@@ -146,9 +145,9 @@ class NodeLink:
 
     def _lose(self, reason: str) -> None:
         with self._changed:
-            if self.lost.is_set():
+            if self._is_lost:
                 return
-            self.lost.set()
+            self._is_lost = True
             self._changed.notify_all()
         self._messages.put(None)
         self._control.hang_up()
