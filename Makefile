@@ -50,13 +50,13 @@ test-torchtitan: ## the drills of torchtitan, in an environment of its own: it n
 	$(TITAN_VENV)/bin/python -m pytest -m "" tests/chaos/test_torchtitan.py
 
 ENGINES_VENV = .venv-engines
-test-engines: ## what needs vLLM, checkpoint-engine or NIXL, against their own code, in an environment of its own
+test-engines: ## what needs vLLM or checkpoint-engine, against their own code, in an environment of its own
 	test -x $(ENGINES_VENV)/bin/pip || $(PYTHON) -m venv $(ENGINES_VENV)
 	$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
 	$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps \
 		--requirement tests/integrations/engines.txt
 	$(ENGINES_VENV)/bin/python -m pytest -m "" -W default tests/integrations/test_vllm.py \
-		tests/integrations/test_checkpoint_engine.py tests/weights/remote/test_nixl.py
+		tests/integrations/test_checkpoint_engine.py
 
 durations: $(STAMP) ## write down how long the tests of make test take, slowest first, in tests/durations.txt
 	$(BIN)/python -m pytest -m quick $(PARALLEL) --record-durations=tests/durations.txt

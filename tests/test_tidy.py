@@ -9,7 +9,6 @@ import io
 import re
 import subprocess
 import tokenize
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = ("src", "tests", "examples", "benchmarks")
 
 MAX_FUNCTION_LINES = 60
-MAX_FILE_LINES = 500
-MAX_FOLDER_FILES = 10
 MAX_ARGUMENTS = 8
 
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill"}
@@ -102,12 +99,6 @@ def long_functions(source: Source) -> Iterator[Finding]:
                 yield node.lineno, f"{node.name} has {num_lines} lines, {MAX_FUNCTION_LINES} are allowed"
 
 
-def long_files(source: Source) -> Iterator[Finding]:
-    num_lines = len(source.text.splitlines())
-    if num_lines > MAX_FILE_LINES:
-        yield num_lines, f"the file has {num_lines} lines, {MAX_FILE_LINES} are allowed"
-
-
 def many_arguments(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if isinstance(node, Function):
@@ -116,32 +107,6 @@ def many_arguments(source: Source) -> Iterator[Finding]:
             num_arguments = len(names) - (names[:1] in (["self"], ["cls"]))
             if num_arguments > MAX_ARGUMENTS:
                 yield node.lineno, f"{node.name} takes {num_arguments} arguments, {MAX_ARGUMENTS} are allowed"
-
-
-def public_definitions(source: Source, body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.stmt]]:
-    """The public classes, functions and methods; not overloads, setters, or what stands inside a function."""
-    for node in body:
-        if isinstance(node, (ast.If, ast.Try)):
-            yield from public_definitions(source, [*node.body, *node.orelse], prefix)
-        if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
-            continue
-        marks = {source.dotted(mark).rpartition(".")[2] for mark in node.decorator_list}
-        if marks & {"overload", "setter", "deleter"}:
-            continue
-        yield prefix + node.name, node
-        if isinstance(node, ast.ClassDef):
-            yield from public_definitions(source, node.body, f"{prefix}{node.name}.")
-
-
-def missing_docstrings(source: Source) -> Iterator[Finding]:
-    name = Path(source.path).stem
-    if name.startswith("_") and not name.startswith("__"):
-        return
-    if not ast.get_docstring(source.tree):
-        yield 1, "the module has no docstring"
-    for qualified, node in public_definitions(source, source.tree.body):
-        if isinstance(node, Function | ast.ClassDef) and not ast.get_docstring(node):
-            yield node.lineno, f"{qualified} has no docstring"
 
 
 def names_broad(source: Source, node: ast.expr | None) -> bool:
@@ -168,7 +133,7 @@ def broad_excepts(source: Source) -> Iterator[Finding]:
 
 def pickle_imports(source: Source) -> Iterator[Finding]:
     if source.path == "src/keepstep/integrations/checkpoint_engine.py":
-        return  # the protocol of those whom it sends to; it has to be asked for, and unpickles nothing
+        return  # the protocol of checkpoint-engine's consumers: off unless `pickled=True`; it unpickles nothing
     for node in source.nodes:
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -234,21 +199,11 @@ def shared_class_names(sources: Iterable[Source]) -> list[str]:
     return [f"class {name} is in {' and '.join(paths)}" for name, paths in places.items() if len(paths) > 1]
 
 
-def full_folders(paths: list[str]) -> list[str]:
-    """Folders with more Python files than allowed; `__init__.py` does not count."""
-    counts = Counter(str(Path(path).parent) for path in paths if Path(path).name != "__init__.py")
-    return [
-        f"{folder}: {n} files, {MAX_FOLDER_FILES} are allowed" for folder, n in counts.items() if n > MAX_FOLDER_FILES
-    ]
-
-
 Check = Callable[[Source], Iterator[Finding]]
 # Each check with the folders that it holds for.
 CHECKS: dict[Check, tuple[str, ...]] = {
     long_functions: ("src/keepstep",),
-    long_files: ("src/keepstep",),
     many_arguments: ("src/keepstep",),
-    missing_docstrings: ("src/keepstep",),
     broad_excepts: ("src/keepstep",),
     pickle_imports: ("src/keepstep",),
     environment_reads: ("src/keepstep",),
@@ -305,10 +260,6 @@ def test_code_is_tidy(check: Check, code: list[Source]) -> None:
     fail_with(violations(check, sources))
 
 
-def test_folders_fit_in_the_head(package: list[Source]) -> None:
-    fail_with(full_folders([source.path for source in package]))
-
-
 def test_a_class_has_its_name_alone(package: list[Source]) -> None:
     fail_with(shared_class_names(package))
 
@@ -338,13 +289,9 @@ BODY = "    x = 1\n" * (MAX_FUNCTION_LINES - 1)
 REJECTED: list[tuple[Check, str, list[int]]] = [
     (long_functions, f"def f():\n{BODY}    x = 1\n", [1]),
     (long_functions, f'\nasync def f():\n    """Doc."""\n{BODY}    x = 1\n', [2]),
-    (long_files, "x = 1\n" * (MAX_FILE_LINES + 1), [MAX_FILE_LINES + 1]),
     (many_arguments, f"def f({ARGUMENTS}, b): ...", [1]),
     (many_arguments, f"def f({ARGUMENTS}, *rest): ...", [1]),
     (many_arguments, f"class A:\n    def f(self, {ARGUMENTS}, *, b): ...", [2]),
-    (missing_docstrings, "x = 1", [1]),
-    (missing_docstrings, '"""Module."""\ndef f(): ...\nclass A:\n    """Class."""\n    def g(self): ...', [2, 5]),
-    (missing_docstrings, '"""Module."""\nif True:\n    class A: ...', [3]),
     (broad_excepts, "try: ...\nexcept: ...  # a good reason", [2]),
     (broad_excepts, "try: ...\nexcept Exception: ...", [2]),
     (broad_excepts, "try: ...\nexcept BaseException as error: ...  # noqa: BLE001", [2]),
@@ -367,10 +314,7 @@ REJECTED: list[tuple[Check, str, list[int]]] = [
 
 ACCEPTED: list[tuple[Check, str]] = [
     (long_functions, f'def f():\n    """Doc.\n\n    More.\n    """\n{BODY}'),
-    (long_files, "x = 1\n" * MAX_FILE_LINES),
     (many_arguments, f"class A:\n    def f(self, {ARGUMENTS}): ..."),
-    (missing_docstrings, '"""Module."""\ndef _f(): ...\nclass _A:\n    def g(self): ...'),
-    (missing_docstrings, '"""Module."""\ndef f():\n    """Doc."""\n    def inner(): ...'),
     (broad_excepts, "try: ...\nexcept OSError: ..."),
     (broad_excepts, "try: ...\nexcept Exception: ...  # noqa: BLE001 the user's code may raise anything"),
     (pickle_imports, "import pickles"),
@@ -413,11 +357,3 @@ def test_config_may_read_the_environment() -> None:
 
 def test_violations_name_file_and_line() -> None:
     assert violations(sleeps, [Source("src/a.py", "import time\ntime.sleep(1)")])[0].startswith("src/a.py:2: ")
-
-
-def test_a_folder_with_too_many_files_is_found() -> None:
-    paths = [f"p/m{i}.py" for i in range(MAX_FOLDER_FILES)]
-    assert full_folders([*paths, "p/__init__.py", "p/q/m.py"]) == []
-    assert full_folders([*paths, "p/one_more.py"]) == [
-        f"p: {MAX_FOLDER_FILES + 1} files, {MAX_FOLDER_FILES} are allowed"
-    ]

@@ -33,15 +33,6 @@ def test_a_tiny_restore() -> None:
     )
 
 
-def test_a_tiny_link_by_transport() -> None:
-    command = [sys.executable, str(BENCHMARKS / "weights_transports.py"), "--quick", "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert ended.returncode == 0, ended.stderr
-    seconds = json.loads(ended.stdout)["seconds"]
-    assert {"TCP", "only gloo's broadcast", "only one TCP connection"} <= seconds.keys()
-    assert {len(found) for found in seconds.values()} == {1}
-
-
 def test_shares_of_an_update(trace: ModuleType) -> None:
     works = (
         trace.Work(0, "h2d", 0, 0, 40),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,10 +64,6 @@ class Nodes:
         self.errors: list[KeepstepError] = []
         self._threads: list[threading.Thread] = []
         self.server = self.serve("127.0.0.1:0")
-
-    def set_transport(self, transport: str) -> None:
-        """For nodes that are started from now on."""
-        self._links = dataclasses.replace(self._links, transport=transport)
 
     def serve(self, address: str) -> WeightServer:
         """Starts the publishers' side."""

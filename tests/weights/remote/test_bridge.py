@@ -281,8 +281,7 @@ def test_a_node_of_engines_cannot_speak_for_devices(tmp_path: Path) -> None:
         wait_for(lambda: any("has no token of this job" in note for note in made.notes))
 
 
-def test_a_mirror_takes_nothing_that_was_shipped_before_what_it_has() -> None:
-    """Some transports bring several buckets at a time: what an update that broke off has left comes last."""
+def test_a_mirror_has_what_arrived_last_in_a_slot_and_drops_what_was_announced_to_nobody() -> None:
     mirror = Mirror(BufferPlace(2, 64, None))
     taken = []
 
@@ -298,10 +297,13 @@ def test_a_mirror_takes_nothing_that_was_shipped_before_what_it_has() -> None:
     mirror.expect(4, BucketReady(2, 0, 1, 8))
     mirror.expect(4, BucketReady(2, 0, 1, 8))  # for another reader
     assert not mirror.has(4, 1)
-    mirror.take(4, 8, fill(4))
-    mirror.take(3, 8, fill(3))
     mirror.take(2, 8, fill(2))  # announced to nobody who is still there
-    assert taken == [4, 3, 2]
+    assert not mirror.has(2, 1)
+    mirror.take(3, 8, fill(3))  # of an update that broke off
+    assert mirror.has(3, 1)
+    assert not mirror.has(4, 1)
+    mirror.take(4, 8, fill(4))
+    assert taken == [2, 3, 4]
     assert mirror.buffer.view(1)[:9].tolist() == [4] * 8 + [0]
     assert mirror.has(3, 1)
     assert mirror.has(4, 1)

@@ -86,7 +86,7 @@ def test_a_caller_that_takes_no_proof_for_an_answer(answering: Begin) -> None:
     address, answered = answering()
     host, port = split_address(address)
     stream = ByteStream(socket.create_connection((host, port)), address)
-    stream.send_message(msg.Greeting(msg.VERSION, "n1", bytes(16), b"", 1, None, (), False, msg.TCP))
+    stream.send_message(msg.Greeting(msg.VERSION, "n1", bytes(16), b"", 1, None, (), False))
     assert isinstance(stream.receive_message(), msg.Challenge)
     stream.send_message(msg.Proven(bytes(32)))
     with pytest.raises(TokenRefused):
@@ -104,10 +104,10 @@ def test_a_caller_that_is_denied(answering: Begin) -> None:
         answered.result(5)
 
 
-@pytest.mark.parametrize("num_streams", [-1, 65])
-def test_too_many_streams(answering: Begin, num_streams: int) -> None:
+@pytest.mark.parametrize("num_streams", [-1, 0, 65])
+def test_a_number_of_streams_that_is_not_allowed(answering: Begin, num_streams: int) -> None:
     address, _ = answering()
-    with pytest.raises(RemoteProtocolError, match="0 to 64 streams"):
+    with pytest.raises(RemoteProtocolError, match="1 to 64 streams"):
         call(address, credentials("n1"), Joining(num_streams), None)
 
 
@@ -115,7 +115,7 @@ def test_another_version_of_the_protocol(answering: Begin, monkeypatch: pytest.M
     address, answered = answering()
     host, port = split_address(address)
     stream = ByteStream(socket.create_connection((host, port)), address)
-    stream.send_message(msg.Greeting(msg.VERSION + 1, "n1", bytes(16), b"", 1, None, (), False, msg.TCP))
+    stream.send_message(msg.Greeting(msg.VERSION + 1, "n1", bytes(16), b"", 1, None, (), False))
     assert isinstance(stream.receive_message(), msg.Denied)
     with pytest.raises(RemoteProtocolError, match=f"speaks version {msg.VERSION + 1}"):
         answered.result(5)

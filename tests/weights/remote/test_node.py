@@ -252,6 +252,17 @@ def test_a_node_in_the_middle_that_is_lost_is_named_and_gone_around(tmp_path: Pa
             assert equal(into, held)
 
 
+def test_a_feeder_that_cannot_be_reached_is_gone_around(tmp_path: Path) -> None:
+    """The node is still there for the root, which names it to the next one, but it listens no more."""
+    with nodes(tmp_path) as made:
+        first = made.receive("n1")
+        assert first._feeder is not None
+        first._feeder.close()
+        assert made.receive("n2").fed_by == made.server.address
+        assert any(f"{first._feeder.address} cannot be reached" in note for note in made.notes)
+        assert made.server.nodes.keys() == {"n1", "n2"}
+
+
 def test_a_link_that_breaks_off_in_an_update_is_named_on_both_sides(tmp_path: Path) -> None:
     held = weights()
     gate, loading = threading.Event(), threading.Event()

@@ -91,7 +91,7 @@ def hosted_weights(arguments: argparse.Namespace, place: NodePlace, endpoints: t
     command = [sys.executable, "-m", "keepstep.cli.main", "weights", "serve", arguments.weights]
     command += ["--parent", str(os.getpid()), "--node", place.node, "--listen", arguments.weights_listen or f"{host}:0"]
     command += ["--job", ",".join(endpoints), "--job-tls", arguments.tls, "--deadline", str(arguments.weights_deadline)]
-    command += ["--transport", arguments.weights_transport, *(["--tls"] if arguments.weights_tls else [])]
+    command += ["--tls"] if arguments.weights_tls else []
     return HostedWeights(tuple(command), secret.text())
 
 

@@ -70,7 +70,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
     receive.add_argument("--listen", metavar="HOST:PORT", help="address at which this node feeds other nodes")
     receive.add_argument(
         "--streams", type=int, default=DEFAULT_STREAMS, metavar="N",
-        help="TCP streams for buckets, or over NIXL buckets read at a time (default: %(default)s)",
+        help="TCP connections for buckets (default: %(default)s)",
     )  # fmt: skip
     receive.add_argument(
         "--keep", action="store_true", help="keep the last version in memory, for consumers that attach later"
@@ -94,10 +94,6 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
             "--metrics", metavar="FILE", help="for Prometheus' textfile collector: a name ending in .prom"
         )
         each.add_argument("--tls", action="store_true", help="encrypt; set it on all nodes or on none")
-        each.add_argument(
-            "--transport", choices=("tcp", "nixl"), default="tcp",
-            help="for buckets to nodes with engines; nixl: RDMA, without login or encryption (default: %(default)s)",
-        )  # fmt: skip
         each.add_argument(
             "--deadline", type=float, default=DEFAULT_DEADLINE_S, metavar="SECONDS",
             help="the publishers' folder (default: %(default)s)",
@@ -134,7 +130,7 @@ def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Ev
         raise ConfigurationError(
             f"--listen {chosen.listen}: with --job, name the address by which others reach this node"
         )
-    links = Links(is_encrypted=chosen.tls, deadline_s=chosen.deadline, transport=chosen.transport)
+    links = Links(is_encrypted=chosen.tls, deadline_s=chosen.deadline)
     server = WeightServer(
         Path(chosen.folder), chosen.listen, secret, node=chosen.node, rank=chosen.rank, fanout=chosen.fanout,
         links=links, note=_note,
@@ -159,7 +155,7 @@ def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.
 
     if (chosen.root is None) == (chosen.job is None):
         raise ConfigurationError("one of --from and --job says where the publishers are found")
-    links = Links(chosen.streams, chosen.tls, chosen.deadline, chosen.transport)
+    links = Links(chosen.streams, chosen.tls, chosen.deadline)
     credentials = _credentials(chosen, secret)
     publishers = None
     if chosen.job is not None:

@@ -112,10 +112,6 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     own.add_argument("--weights-tls", action="store_true", help="encrypt these connections; set it on all nodes")
     own.add_argument(
-        "--weights-transport", choices=("tcp", "nixl"), default="tcp",
-        help="what nodes with engines may ask for; nixl: RDMA, too, without login or encryption (default: %(default)s)",
-    )  # fmt: skip
-    own.add_argument(
         "--weights-deadline", type=float, default=30.0, metavar="SECONDS",
         help="the deadline_s of publish_weights (default: %(default)s)",
     )  # fmt: skip

@@ -75,8 +75,6 @@ class SlotBuffer:
         self._map = mmap.mmap(descriptor, num_slots * slot_bytes, flags, protection)
         self._address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
         self._views: dict[int, torch.Tensor] = {}
-        self.at_close: list[Callable[[], None]] = []
-        """Callbacks that `close` runs before it frees the memory. The owner of a callback removes it again."""
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int) -> SlotBuffer:
@@ -143,8 +141,6 @@ class SlotBuffer:
 
     def close(self) -> None:
         """Gives the memory back. No view may be used any more. Any number of times."""
-        for work in list(self.at_close):
-            work()
         self._close()
         self.descriptor = -1
         with suppress(BufferError):  # another object still holds the memory; it goes with the last of them

@@ -8,7 +8,7 @@ import secrets
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from keepstep.errors import ConfigurationError, KeepstepError, PeerLost, RemoteProtocolError
@@ -20,7 +20,6 @@ from keepstep.weights.remote.handshake import answer
 from keepstep.weights.remote.link import NodeLink
 from keepstep.weights.remote.stream import CONNECT_S, ByteStream, split_address
 from keepstep.weights.remote.switch import BucketInSlot, Switch
-from keepstep.weights.remote.transports.by_name import make_transport
 
 SESSION_BYTES = 16
 BACKLOG = 128
@@ -133,7 +132,6 @@ class _Session:
 
     name: str
     publishes: bool
-    transport: str
     num_streams: int
     admission: Admission
     control: ByteStream | None = None
@@ -153,7 +151,6 @@ class Feeder:
         deadline_s: float,
         admit: Callable[[msg.Greeting], Admission] = lambda greeting: Admission(),
         note: Callable[[str], None] = lambda text: None,
-        transports: Collection[str] = (msg.TCP,),
     ) -> None:
         """Args:
         address: address to listen on, ``HOST:PORT``. Port 0 selects a free port.
@@ -163,13 +160,12 @@ class Feeder:
         deadline_s: the publishers' deadline, in seconds.
         admit: decides on an authenticated caller. It may raise ConfigurationError to refuse it.
         note: called with a message when a node connects, disconnects or is refused.
-        transports: the transports of buckets that a caller may choose from.
 
         Raises:
             ConfigurationError: the address cannot be used.
         """
         self._secret, self._tls, self._switch, self._deadline_s = secret, tls, switch, deadline_s
-        self._admit, self._note, self._transports = admit, note, transports
+        self._admit, self._note = admit, note
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._sessions: dict[bytes, _Session] = {}
@@ -241,16 +237,13 @@ class Feeder:
                     return msg.Denied("there is no such session")
                 chosen.append((greeting.session, session))
                 return msg.Accepted(greeting.session, None)
-            if greeting.transport not in self._transports:
-                offered = " or ".join(self._transports)
-                return msg.Denied(f"it sends buckets over {offered}, not over {greeting.transport!r} (--transport)")
             try:
                 admission = self._admit(greeting)
             except ConfigurationError as error:
                 return msg.Denied(str(error))
             number = secrets.token_bytes(SESSION_BYTES)
             num_streams = greeting.num_streams if admission.feeder is None else 0
-            session = _Session(greeting.name, greeting.publishes, greeting.transport, num_streams, admission)
+            session = _Session(greeting.name, greeting.publishes, num_streams, admission)
             with self._lock:
                 self._sessions[number] = session
             chosen.append((number, session))
@@ -276,9 +269,7 @@ class Feeder:
             is_whole = session.control is not None and len(session.streams) == session.num_streams
             if is_whole:
                 assert session.control is not None
-                is_presence = session.admission.feeder is not None
-                transport = None if is_presence else make_transport(session.transport, session.streams, 0)
-                session.link = NodeLink(session.control, transport, self._deadline_s)
+                session.link = NodeLink(session.control, session.streams, self._deadline_s)
             self._changed.notify_all()
         if is_whole:
             self._begin(number, session)

@@ -41,7 +41,6 @@ class Joining:
         avoid: see `Greeting`.
         session: session id of the link to which this connection adds a stream; empty to begin a link.
         publishes: see `Greeting`.
-        transport: transport of buckets.
     """
 
     num_streams: int
@@ -49,7 +48,6 @@ class Joining:
     avoid: tuple[str, ...] = ()
     session: bytes = b""
     publishes: bool = False
-    transport: str = msg.TCP
 
 
 def _seal_of(token: str) -> bytes:
@@ -88,7 +86,7 @@ def call(
         name = name_in(credentials.token)
         greeting = msg.Greeting(
             msg.VERSION, name, secrets.token_bytes(NONCE_BYTES), joining.session, joining.num_streams, joining.address,
-            joining.avoid, joining.publishes, joining.transport,
+            joining.avoid, joining.publishes,
         )  # fmt: skip
         stream.send_message(greeting, until_s)
         challenge = stream.receive_message(until_s, msg.MAX_GREETING_BYTES)
@@ -168,8 +166,8 @@ def answer(
         expected = _proof(seal, "fed", greeting, nonce)
         if not isinstance(proven, msg.Proven) or not hmac.compare_digest(proven.proof, expected):
             raise TokenRefused(f"{caller} (node {greeting.name!r}) has no token of this job")
-        if not 0 <= greeting.num_streams <= MAX_STREAMS:
-            admitted: msg.Accepted | msg.Denied = msg.Denied(f"0 to {MAX_STREAMS} streams are allowed")
+        if not 1 <= greeting.num_streams <= MAX_STREAMS:
+            admitted: msg.Accepted | msg.Denied = msg.Denied(f"1 to {MAX_STREAMS} streams are allowed")
         else:
             admitted = admit(greeting)
         stream.send_message(admitted, until_s)

@@ -1,21 +1,23 @@
-"""A link between two nodes: messages over one authenticated connection, and buckets over the link's transport.
+"""A link between two nodes: messages over one authenticated connection, and buckets in stripes over its streams.
 
-A transport is a class with the methods of `BucketTransport`; `keepstep.weights.remote.transports` contains the existing
-ones. The rest of this folder uses only `NodeLink`, which is the same for every transport.
+A bucket that used only one of several streams would get only that stream's share of the bandwidth, on each link of a
+chain of nodes. In stripes it gets the whole bandwidth: each stream carries one part of every bucket, at the same time.
+A stream begins with the number of its stripe, in one byte. The parts of all buckets follow, in the same order on each
+stream. All buckets of a link go in the same direction.
 """
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError
 from keepstep.weights.channels.connection import ConnectionEnded, what_of
-from keepstep.weights.memory.buffers import Fill
-from keepstep.weights.remote.messages import Alive, AnyLinkMessage
+from keepstep.weights.memory.buffers import Fill, SlotPart
+from keepstep.weights.remote.messages import BUCKET_HEADER, Alive, AnyLinkMessage
 from keepstep.weights.remote.stream import ByteStream
 from keepstep.weights.remote.switch import BucketInSlot
 
@@ -25,72 +27,30 @@ detected before a consumer behind it is taken for the culprit."""
 SIGNS = 5
 """Number of signs of life that a node sends within the time after which it would count as lost."""
 
+Header = tuple[int, ...]
+"""The fields of `BUCKET_HEADER`."""
 Bring = Callable[[int, int, int, Fill], None]
 """See `keepstep.weights.remote.switch.Switch.bring`."""
-
-
-class BucketTransport(Protocol):
-    """One end of the transport for the buckets of one link. All buckets of a link go in the same direction."""
-
-    def start(self, link: NodeLink, bring: Bring | None) -> None:
-        """Starts the transport, in threads of ``link.run``. Called once, before all other methods.
-
-        Args:
-            link: the link.
-            bring: called with every received bucket, by several threads; None on the sending end.
-
-        Raises:
-            ConfigurationError: the transport does not work on this machine. The link is then lost.
-        """
-        ...
-
-    def ship(self, bucket: BucketInSlot, num_messages: int) -> None:
-        """Sends a bucket, and releases it when it has been sent. It never blocks for long.
-
-        Args:
-            bucket: the bucket. The transport owns it until it calls ``release``.
-            num_messages: number of messages sent on the link so far. The other end delivers the bucket after them.
-
-        Raises:
-            ConfigurationError: the transport cannot send from the bucket's memory. The link is then lost.
-        """
-        ...
-
-    def hear(self, message: AnyLinkMessage) -> bool:
-        """Handles a message from the other end. Returns False if the message is not for the transport.
-
-        Raises:
-            RemoteProtocolError: the message is not valid here.
-        """
-        ...
-
-    def end(self) -> None:
-        """Called once when the link is lost, by any thread: wakes waiting threads and releases unsent buckets."""
-        ...
-
-    def close(self) -> None:
-        """Frees all resources. Called after the threads have ended. Afterwards the transport writes to no slot."""
-        ...
 
 
 class NodeLink:
     """One end of a link to another node. Any thread may use it."""
 
-    def __init__(self, control: ByteStream, transport: BucketTransport | None, deadline_s: float) -> None:
+    def __init__(self, control: ByteStream, streams: Sequence[ByteStream], deadline_s: float) -> None:
         """Args:
         control: connection for messages; the link owns it.
-        transport: transport of buckets; the link owns it. None for a link without buckets.
+        streams: connections for buckets; the link owns them. Their order may differ between the two ends. A link
+            without any carries no buckets.
         deadline_s: the publishers' deadline, in seconds.
         """
         self.who = control.who
-        self.deadline_s = deadline_s
-        self._control, self._transport = control, transport
+        self._deadline_s = deadline_s
+        self._control, self._stripes = control, _Stripes(self, streams)
         self._silence_s = SILENCE_SHARE * deadline_s
         self._messages: queue.SimpleQueue[AnyLinkMessage | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._num_sent, self._num_heard = 0, 0
-        self.lost = threading.Event()
-        """Set when the link has ended."""
+        self._is_lost = False
         self._hear: Callable[[AnyLinkMessage], None] = lambda message: None
         self._lost: Callable[[str], None] = lambda reason: None
         self._threads: list[threading.Thread] = []
@@ -106,16 +66,11 @@ class NodeLink:
         Args:
             hear: called with every message, in order, by one thread.
             lost: called once with the reason when the link has ended, by a thread of the link or of the caller.
-            bring: called with every received bucket, by several threads; None on the sending end.
+            bring: called with every received bucket, in order, by another thread; None on the sending end.
         """
         self._hear, self._lost = hear, lost
         with self._starting:
-            if self._transport is not None:
-                try:
-                    self._transport.start(self, bring)
-                except ConfigurationError as error:
-                    self._lose(str(error))
-                    return
+            self._stripes.start(bring)
             self.run("keepstep-link-read", self._read)
             self.run("keepstep-link-write", self._write)
 
@@ -126,24 +81,18 @@ class NodeLink:
             self._messages.put(message)
 
     def ship(self, bucket: BucketInSlot) -> None:
-        """Sends a bucket after all messages sent so far, and releases it. It never blocks for long."""
-        problem = None
+        """Sends a bucket after all messages sent so far, without blocking, and releases it when it has left."""
         with self._changed:
-            if self._transport is not None and not self.lost.is_set():
-                try:
-                    self._transport.ship(bucket, self._num_sent)
-                    return
-                except ConfigurationError as error:
-                    problem = str(error)
+            if not self._is_lost:
+                self._stripes.ship(bucket, self._num_sent)
+                return
         bucket.release()
-        if problem is not None:
-            self._lose(problem)
 
     def close(self, reason: str) -> None:
         """Ends the link at both ends. It also calls ``lost``."""
         self._lose(reason)
 
-    # ---- for its transport ------------------------------------------------------------------------------------------
+    # ---- for its stripes --------------------------------------------------------------------------------------------
 
     def run(self, name: str, work: Callable[[], None]) -> None:
         """Runs ``work`` in a thread. If it raises, the link is lost."""
@@ -166,9 +115,9 @@ class NodeLink:
         """
         with self._changed:
             is_there = self._changed.wait_for(
-                lambda: self.lost.is_set() or self._num_heard >= num_messages, self.deadline_s
+                lambda: self._is_lost or self._num_heard >= num_messages, self._deadline_s
             )
-            if self.lost.is_set() or not is_there:
+            if self._is_lost or not is_there:
                 raise ConnectionEnded(self.who, "sent a bucket without its messages")
 
     # ---- threads ----------------------------------------------------------------------------------------------------
@@ -179,8 +128,7 @@ class NodeLink:
             if isinstance(message, Alive):
                 self.peer_bytes_per_s = message.bytes_per_s
                 continue
-            if self._transport is None or not self._transport.hear(message):
-                self._hear(message)
+            self._hear(message)
             with self._changed:
                 self._num_heard += 1
                 self._changed.notify_all()
@@ -197,14 +145,13 @@ class NodeLink:
 
     def _lose(self, reason: str) -> None:
         with self._changed:
-            if self.lost.is_set():
+            if self._is_lost:
                 return
-            self.lost.set()
+            self._is_lost = True
             self._changed.notify_all()
         self._messages.put(None)
         self._control.hang_up()
-        if self._transport is not None:
-            self._transport.end()
+        self._stripes.end()
         self._lost(reason)
 
     def join(self) -> None:
@@ -213,8 +160,7 @@ class NodeLink:
             threads = self._threads
         for thread in threads:
             thread.join()
-        if self._transport is not None:
-            self._transport.close()
+        self._stripes.close()
         self._control.close()
 
 
@@ -222,16 +168,220 @@ class Rate:
     """Measures the rate of received buckets, without pauses."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
         self._began_s, self._last_s, self._num_bytes = 0.0, 0.0, 0
         self.bytes_per_s = 0.0
 
     def came(self, num_bytes: int, began_s: float, now_s: float) -> None:
         """Counts bytes that arrived from ``began_s`` to ``now_s``. A pause of more than a second restarts the count."""
-        with self._turn:
-            if began_s > self._last_s + 1.0:
-                self._began_s, self._num_bytes = began_s, 0
-            self._last_s = max(self._last_s, now_s)
-            self._num_bytes += num_bytes
-            if self._last_s > self._began_s:
-                self.bytes_per_s = self._num_bytes / (self._last_s - self._began_s)
+        if began_s > self._last_s + 1.0:
+            self._began_s, self._num_bytes = began_s, 0
+        self._last_s = now_s
+        self._num_bytes += num_bytes
+        if now_s > self._began_s:
+            self.bytes_per_s = self._num_bytes / (now_s - self._began_s)
+
+
+class _Stripes:
+    """The streams of one end of a link, with a thread for each."""
+
+    def __init__(self, link: NodeLink, streams: Sequence[ByteStream]) -> None:
+        self._link, self._streams = link, streams
+        self._outgoing: list[queue.SimpleQueue[_OutgoingBucket | None]] = [queue.SimpleQueue() for _ in streams]
+        self._incoming = _IncomingBucket(len(streams))
+
+    def start(self, bring: Bring | None) -> None:
+        for stripe, stream in enumerate(self._streams):
+            work = functools.partial(self._send_stripes, stream, stripe)
+            if bring is not None:
+                work = functools.partial(self._receive, stream, bring)
+            self._link.run("keepstep-stream", work)
+
+    def ship(self, bucket: BucketInSlot, num_messages: int) -> None:
+        """Queues a bucket for all streams. The other end delivers it after ``num_messages`` messages."""
+        if not self._streams:
+            bucket.release()
+            return
+        outgoing = _OutgoingBucket(bucket, num_messages, len(self._streams))
+        for each in self._outgoing:
+            each.put(outgoing)
+
+    def end(self) -> None:
+        """Wakes the threads and releases unsent buckets. A thread that receives may call it before the link does."""
+        for stream in self._streams:
+            stream.hang_up()
+        self._incoming.end()
+        for each in self._outgoing:
+            while True:
+                try:
+                    outgoing = each.get_nowait()
+                except queue.Empty:
+                    break
+                if outgoing is not None:
+                    outgoing.left()
+            each.put(None)
+
+    def close(self) -> None:
+        """Closes the streams, when the threads have ended."""
+        for stream in self._streams:
+            stream.close()
+
+    def _part(self, content: memoryview, stripe: int) -> memoryview:
+        num_bytes, num_stripes = len(content), len(self._streams)
+        return content[num_bytes * stripe // num_stripes : num_bytes * (stripe + 1) // num_stripes]
+
+    # ---- threads ----------------------------------------------------------------------------------------------------
+
+    def _send_stripes(self, stream: ByteStream, stripe: int) -> None:
+        stream.send([bytes([stripe])])
+        while (outgoing := self._outgoing[stripe].get()) is not None:
+            bucket = outgoing.bucket
+            try:
+                content = bucket.part.content
+                header = BUCKET_HEADER.pack(outgoing.num_messages, bucket.update, bucket.bucket, len(content))
+                stream.send([header, self._part(content, stripe)])
+            finally:
+                outgoing.left()
+        raise ConnectionEnded(stream.who, "was left")
+
+    def _receive(self, stream: ByteStream, bring: Bring) -> None:
+        first = bytearray(1)
+        stream.receive_into(memoryview(first))
+        (stripe,) = first
+        self._incoming.claim(stripe)
+        if stripe == 0:
+            self._receive_buckets(stream, bring)
+        else:
+            self._receive_stripes(stream, stripe)
+
+    def _receive_buckets(self, stream: ByteStream, bring: Bring) -> None:
+        """Receives the first stripe of each bucket. Its thread also finds the bucket's slot."""
+        while True:
+            header = _receive_header(stream)
+            num_messages, update, bucket, num_bytes = header
+            self._link.wait_for_messages(num_messages)
+            bring(update, bucket, num_bytes, functools.partial(self._fill, stream, header))
+
+    def _fill(self, stream: ByteStream, header: Header, part: SlotPart | None) -> None:
+        """Receives a bucket; one that no consumer wants any more is read and dropped."""
+        began_s, num_bytes = time.monotonic(), header[-1]
+        content = memoryview(bytearray(num_bytes)) if part is None else part.content
+        self._incoming.begin(header, content)
+        try:
+            stream.receive_into(self._part(content, 0))
+        except BaseException:  # the threads of the other streams must stop writing
+            self.end()
+            raise
+        finally:  # no thread may write into the slot after this returns
+            is_complete = self._incoming.wait_for_others()
+        if not is_complete:
+            raise ConnectionEnded(self._link.who, "has closed one of its streams")
+        self._link.rate.came(num_bytes, began_s, time.monotonic())
+
+    def _receive_stripes(self, stream: ByteStream, stripe: int) -> None:
+        """Receives another stripe of each bucket, into the slot that the first stripe's thread has found."""
+        while True:
+            header = _receive_header(stream)
+            is_complete = False
+            try:
+                stream.receive_into(self._part(self._incoming.wait_for_next(stripe, header, stream.who), stripe))
+                is_complete = True
+            finally:
+                self._incoming.written(stripe, is_complete)
+
+
+class _OutgoingBucket:
+    """A bucket that is sent on all streams, and released when it has left on each. Any thread may use it."""
+
+    def __init__(self, bucket: BucketInSlot, num_messages: int, num_streams: int) -> None:
+        self.bucket = bucket
+        self.num_messages = num_messages
+        self._num_left = num_streams
+        self._lock = threading.Lock()
+
+    def left(self) -> None:
+        """Call it when the bucket has been sent on one more stream, or cannot be sent there."""
+        with self._lock:
+            self._num_left -= 1
+            is_last = self._num_left == 0
+        if is_last:
+            self.bucket.release()
+
+
+class _IncomingBucket:
+    """The bucket that a link is receiving; a link receives one at a time. The thread of stripe 0 begins each."""
+
+    def __init__(self, num_stripes: int) -> None:
+        self._num_stripes = num_stripes
+        self._changed = threading.Condition()
+        self._claimed: set[int] = set()
+        self._num_begun = 0
+        self._num_filled = dict.fromkeys(range(1, num_stripes), 0)
+        """For each stripe, the number of buckets for which it is complete."""
+        self._written: set[int] = set()
+        """Stripes that are being written into the bucket."""
+        self._header: Header = ()
+        self._content = memoryview(b"")
+        self._has_ended = False
+
+    def claim(self, stripe: int) -> None:
+        """Registers a stream for a stripe.
+
+        Raises:
+            RemoteProtocolError: another stream has the stripe, or there is no such stripe.
+        """
+        with self._changed:
+            if stripe >= self._num_stripes or stripe in self._claimed:
+                raise RemoteProtocolError(f"began a stream with stripe {stripe} of {self._num_stripes}")
+            self._claimed.add(stripe)
+
+    def begin(self, header: Header, content: memoryview) -> None:
+        """Begins a bucket. Its bytes are written to ``content``."""
+        with self._changed:
+            self._num_begun += 1
+            self._header, self._content = header, content
+            self._changed.notify_all()
+
+    def wait_for_others(self) -> bool:
+        """Waits until no other thread writes into the bucket. Returns whether all other stripes are complete."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unfilled() or (self._has_ended and not self._written))
+            self._content = memoryview(b"")
+            return not self._unfilled()
+
+    def wait_for_next(self, stripe: int, header: Header, who: str) -> memoryview:
+        """Waits until stripe 0 has begun the bucket that comes next on this stripe. Returns the bucket's memory.
+
+        Raises:
+            ConnectionEnded: the link is lost.
+            RemoteProtocolError: stripe 0 has begun another bucket.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended or self._num_begun > self._num_filled[stripe])
+            if self._has_ended:
+                raise ConnectionEnded(who, "was left")
+            if header != self._header:
+                raise RemoteProtocolError(f"sent stripes of different buckets at once: {header}, {self._header}")
+            self._written.add(stripe)
+            return self._content
+
+    def written(self, stripe: int, is_complete: bool) -> None:
+        """Call it when the thread of a stripe has stopped writing into the bucket."""
+        with self._changed:
+            self._written.discard(stripe)
+            self._num_filled[stripe] += is_complete
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Call it when the link is lost: no more stripes are written."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def _unfilled(self) -> set[int]:
+        return {stripe for stripe, number in self._num_filled.items() if number < self._num_begun}
+
+
+def _receive_header(stream: ByteStream) -> Header:
+    head = bytearray(BUCKET_HEADER.size)
+    stream.receive_into(memoryview(head))
+    return BUCKET_HEADER.unpack(head)

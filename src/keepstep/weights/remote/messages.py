@@ -3,8 +3,8 @@
 A *link* joins two nodes: the *feeder*, which is closer to the publishers, and the *fed* node. A link carries *tunnels*.
 A tunnel is the connection of one consumer to its device, as `keepstep.protocol.transfer.messages` defines it. The fed
 node numbers the tunnels. A message from a device to several consumers goes over a link once, with the numbers of their
-tunnels. The link's transport sends the contents of buckets separately from the messages. A bucket goes over a link
-once, however many tunnels want it.
+tunnels. The contents of buckets go over connections of their own (`keepstep.weights.remote.link`). A bucket goes over
+a link once, however many tunnels want it.
 
 If several nodes have publishers, there is a link of the same kind between each two of them. Its tunnels are connections
 between devices.
@@ -30,9 +30,7 @@ from keepstep.protocol.transfer.messages import (
     Welcomed,
 )
 
-TCP, NIXL = "tcp", "nixl"
-"""Transports of buckets; see `keepstep.weights.remote.transports`."""
-VERSION = 3
+VERSION = 4
 """Version of this protocol. A node with another version is refused."""
 MAX_GREETING_BYTES = 8192
 """Limit for a message from a caller that has not authenticated yet."""
@@ -65,8 +63,6 @@ class Greeting(LinkMessage, frozen=True):
     """Feeders that the caller could not reach or has lost."""
     publishes: bool
     """Whether the caller has publishers, too. Its tunnels are then connections of devices."""
-    transport: str
-    """Transport of the link's buckets."""
 
 
 class Challenge(LinkMessage, frozen=True):
@@ -152,31 +148,6 @@ class TunnelEnded(LinkMessage, frozen=True):
     reason: str
 
 
-class MemoryShared(LinkMessage, frozen=True):
-    """All memory of the sender that the receiver may read now. It replaces earlier messages of this type."""
-
-    metadata: bytes
-    """NIXL's own description of the memory."""
-
-
-class BucketOffered(LinkMessage, frozen=True):
-    """A bucket is in shared memory of the sender, until the receiver answers with `BucketRead`."""
-
-    number: int
-    """Number of the offer, unique on the link."""
-    update: int
-    bucket: int
-    address: int
-    """Address in the sender's process."""
-    num_bytes: int
-
-
-class BucketRead(LinkMessage, frozen=True):
-    """The receiver has read the offered bucket, or does not need it any more."""
-
-    number: int
-
-
 class Alive(LinkMessage, frozen=True):
     """A sign of life."""
 
@@ -197,9 +168,6 @@ AnyLinkMessage: TypeAlias = (
     | TunnelSaid
     | TunnelsTold
     | TunnelEnded
-    | MemoryShared
-    | BucketOffered
-    | BucketRead
     | Alive
 )
 

@@ -20,10 +20,8 @@ from keepstep.weights.remote.devices import DeviceTunnels
 from keepstep.weights.remote.feeder import Admission, Feeder
 from keepstep.weights.remote.handshake import MAX_STREAMS, Joining, call, open_streams, tls_of_fed, tls_of_feeder
 from keepstep.weights.remote.link import NodeLink
-from keepstep.weights.remote.messages import TCP
 from keepstep.weights.remote.stream import split_address
 from keepstep.weights.remote.switch import Switch
-from keepstep.weights.remote.transports.by_name import check_transport, make_transport
 
 RETRY_S = 0.2
 """Pause between two attempts to find a feeder."""
@@ -44,35 +42,20 @@ class Links:
     """Settings of the links between nodes. They must be the same on all nodes, except for ``num_streams``.
 
     Attributes:
-        num_streams: number of TCP connections for buckets from a node's feeder to the node. With NIXL: number of
-            buckets that the node reads concurrently.
+        num_streams: number of connections for buckets from a node's feeder to the node.
         is_encrypted: whether links use TLS.
         deadline_s: the publishers' deadline, in seconds.
-        transport: transport of buckets from this node's feeder to this node, "tcp" or "nixl". A feeder also accepts
-            nodes that use TCP. Links between nodes with publishers always use TCP.
     """
 
     num_streams: int = DEFAULT_STREAMS
     is_encrypted: bool = False
     deadline_s: float = DEFAULT_DEADLINE_S
-    transport: str = TCP
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_streams <= MAX_STREAMS:
             raise ConfigurationError(f"num_streams={self.num_streams}: allowed are 1 to {MAX_STREAMS}")
-        check_transport(self.transport)
         if self.deadline_s <= 0:
             raise ConfigurationError(f"deadline_s={self.deadline_s}: allowed are times above 0")
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """The transports that a feeder offers."""
-        return (TCP,) if self.transport == TCP else (self.transport, TCP)
-
-    @property
-    def num_connections(self) -> int:
-        """Number of connections for buckets that a node opens to its feeder."""
-        return self.num_streams if self.transport == TCP else 0
 
 
 DEFAULT_LINKS = Links()
@@ -126,7 +109,7 @@ class WeightServer:
         self._last_number = ROOT
         self.switch = Switch(links.deadline_s)
         tls = tls_of_feeder(secret) if links.is_encrypted else None
-        self._feeder = Feeder(listen, secret, tls, self.switch, links.deadline_s, self._admit, note, links.transports)
+        self._feeder = Feeder(listen, secret, tls, self.switch, links.deadline_s, self._admit, note)
         credentials = Credentials.of(secret, Claim(Role.PUBLISHER, node))
         fed = tls_of_fed(credentials.authority) if links.is_encrypted and credentials.authority is not None else None
         joining = Joining(links.num_streams, publishes=True)
@@ -300,9 +283,7 @@ class WeightReceiver:
         self._feeder: Feeder | None = None
         if listen is not None and secret is not None:
             tls = tls_of_feeder(secret) if links.is_encrypted else None
-            self._feeder = Feeder(
-                listen, secret, tls, self.switch, links.deadline_s, note=note, transports=links.transports
-            )
+            self._feeder = Feeder(listen, secret, tls, self.switch, links.deadline_s, note=note)
         self._consumers = LocalConsumers(folder, credentials.name, self.switch)
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -346,14 +327,14 @@ class WeightReceiver:
 
         links: list[NodeLink] = []
         own = None if self._feeder is None else self._feeder.address
-        wanted = Joining(self._links.num_connections, transport=self._links.transport)
+        wanted = Joining(self._links.num_streams)
         asked = dataclasses.replace(wanted, address=own, avoid=avoid)
         stream, accepted = call(root, self._credentials, asked, self._tls)
         address = accepted.feeder or root
         session = accepted.session
         try:
             if accepted.feeder is not None:
-                presence = NodeLink(stream, None, self._links.deadline_s)
+                presence = NodeLink(stream, (), self._links.deadline_s)
                 presence.start(lambda message: None, lambda reason: lose(f"node at {root}", reason), None)
                 links.append(presence)
                 try:
@@ -363,8 +344,7 @@ class WeightReceiver:
                 session = accepted.session
             joining = dataclasses.replace(wanted, session=session)
             streams = open_streams(address, self._credentials, joining, self._tls, stream)
-            transport = make_transport(self._links.transport, streams, self._links.num_streams)
-            link = NodeLink(stream, transport, self._links.deadline_s)
+            link = NodeLink(stream, streams, self._links.deadline_s)
             links.append(link)
             above = _LinkAbove(link, self.switch)
             link.start(above.hear, lambda reason: lose(f"node at {address}", reason), self.switch.bring)

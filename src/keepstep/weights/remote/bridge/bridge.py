@@ -15,7 +15,6 @@ from keepstep.weights.remote.bridge.far_devices import FarDevices, FarNode
 from keepstep.weights.remote.bridge.local_devices import LocalDevices
 from keepstep.weights.remote.handshake import Joining, call, open_streams
 from keepstep.weights.remote.link import NodeLink
-from keepstep.weights.remote.transports.by_name import make_transport
 
 RETRY_S = 0.2
 """Pause between two attempts to connect to a node."""
@@ -110,7 +109,7 @@ class Bridge:
         control, accepted = call(address, self._credentials, self._joining, self._tls)
         joining = dataclasses.replace(self._joining, session=accepted.session)
         streams = open_streams(address, self._credentials, joining, self._tls, control)
-        link = NodeLink(control, make_transport(joining.transport, streams, len(streams)), self._deadline_s)
+        link = NodeLink(control, streams, self._deadline_s)
         peer.ended.clear()
         if peer.stop.is_set():
             peer.ended.set()

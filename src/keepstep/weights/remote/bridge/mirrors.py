@@ -18,8 +18,7 @@ class Mirror:
     """A local copy of a remote device's buffer, slot by slot. Any thread.
 
     The device overwrites a slot only after all its readers, including those on this node, have freed it. So the mirror
-    need not count readers. Data of an aborted update on one stream of a link may arrive after data of the next update
-    on another stream. So a slot accepts only shipments with a higher number than the one it holds.
+    need not count readers. Shipments arrive in the order of their numbers, as a link delivers buckets in order.
     """
 
     def __init__(self, place: BufferPlace) -> None:
@@ -40,7 +39,6 @@ class Mirror:
         self._last_expected = 0
         self._arrived = [0] * place.num_slots
         """For each slot, the number of its latest complete shipment. The next one may be overwriting it."""
-        self._turns = [threading.Lock() for _ in range(place.num_slots)]
 
     def expect(self, shipment: int, ready: BucketReady) -> None:
         """Registers a shipment that will arrive, or has arrived.
@@ -64,12 +62,8 @@ class Mirror:
         if ready is None or ready.num_bytes != num_bytes:
             fill(None)
             return
-        with self._turns[ready.slot]:
-            if shipment < self._arrived[ready.slot]:
-                fill(None)
-                return
-            fill(SlotPart(self.buffer, ready.slot, num_bytes))
-            self._arrived[ready.slot] = shipment
+        fill(SlotPart(self.buffer, ready.slot, num_bytes))
+        self._arrived[ready.slot] = shipment
 
     def has(self, shipment: int, slot: int) -> bool:
         """Whether a shipment has arrived in its slot."""

@@ -1,4 +1,4 @@
-"""Buckets in stripes over real TCP connections: every size, streams in any order, and streams that fail."""
+"""Links over real TCP connections: buckets of every size in stripes, streams in any order, and streams that fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from keepstep.weights.remote.link import NodeLink
 from keepstep.weights.remote.messages import BUCKET_HEADER
 from keepstep.weights.remote.stream import ByteStream
 from keepstep.weights.remote.switch import BucketInSlot
-from keepstep.weights.remote.transports.tcp import TcpTransport
 
 SLOT_BYTES = 1 << 20
 
@@ -38,8 +37,7 @@ class Receiver:
         self.wants_buckets = True
         self.has_given_back = threading.Event()
         """The slot, with which nothing is written into it any more."""
-        transport = TcpTransport([ByteStream(each, "s") for each in streams])
-        self.link = NodeLink(ByteStream(control, "s"), transport, PATIENCE_S)
+        self.link = NodeLink(ByteStream(control, "s"), [ByteStream(each, "s") for each in streams], PATIENCE_S)
         self.link.start(lambda message: None, self.reasons.append, self._bring)
 
     def _bring(self, update: int, bucket: int, num_bytes: int, fill: Fill) -> None:
@@ -74,8 +72,7 @@ def test_buckets_of_any_size_come_whole_and_in_order(num_streams: int) -> None:
     sizes = [1, num_streams - 1, num_streams, num_streams + 1, SLOT_BYTES, *drawn.choices(range(1, SLOT_BYTES), k=8)]
     contents = [drawn.randbytes(size) for size in sizes if size]
     with receiving(num_streams, drawn.shuffle) as (receiver, (control, *streams)):
-        transport = TcpTransport([ByteStream(each, "r") for each in streams])
-        sender = NodeLink(ByteStream(control, "r"), transport, PATIENCE_S)
+        sender = NodeLink(ByteStream(control, "r"), [ByteStream(each, "r") for each in streams], PATIENCE_S)
         sender.start(lambda message: None, lambda reason: None, None)
         buffer = SlotBuffer.create(len(contents), SLOT_BYTES)
         released: list[int] = []
@@ -132,6 +129,19 @@ def test_a_stripe_that_another_stream_brings_or_that_there_is_none_of(stripe: in
     assert receiver.reasons == [f"began a stream with stripe {stripe} of 2"]
 
 
+def test_a_link_without_streams_gives_a_bucket_back() -> None:
+    """As the root's link to a node that another one feeds, if that node asks for weights there."""
+    caller, end = connected()
+    with caller:
+        link = NodeLink(ByteStream(end, "s"), (), PATIENCE_S)
+        link.start(lambda message: None, lambda reason: None, None)
+        released: list[int] = []
+        link.ship(BucketInSlot(1, 0, SlotPart(SlotBuffer.create(1, 8), 0, 8), lambda: released.append(0)))
+        assert released == [0]
+        link.close("is over")
+        link.join()
+
+
 def test_stripes_of_different_buckets() -> None:
     with receiving(2, list.reverse) as (receiver, (_control, *streams)):
         for stripe, stream in enumerate(streams):
@@ -147,7 +157,7 @@ def test_a_link_that_is_lost_at_once_ends_when_all_its_threads_were_started(monk
     """The other end hangs up, and the link's first thread is through before the second one begins."""
     caller, end = connected()
     caller.close()
-    link = NodeLink(ByteStream(end, "s"), None, PATIENCE_S)
+    link = NodeLink(ByteStream(end, "s"), (), PATIENCE_S)
     joining: list[threading.Thread] = []
     begin = link.run
 
