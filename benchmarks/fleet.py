@@ -21,9 +21,9 @@ import numpy as np
 from keepstep.agent.phases import PhaseReporter
 from keepstep.config import SECRET_VARIABLE
 from keepstep.protocol import messages as msg
+from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.node.agent import AgentMachine
 from keepstep.protocol.node.effects import HandOver, Kill, Spawn
-from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.phases import Phase
 from keepstep.shared.tagpage import EVENT_BYTES, RING_EVENTS
 from keepstep.transports.interface import Connected

@@ -81,8 +81,7 @@ class Shape:
         ranks = ["--nproc-per-node", str(num_ranks)]
         if kind == "keepstep":
             # A rank waits for its turn between two steps, or in a step of a framework's loop.
-            patience = ["--between-steps", str(DEADLINE_S), "--hang-floor", str(DEADLINE_S)]
-            flags = [*ranks, "--spares", "0", *patience]
+            flags = [*ranks, "--spares", "0", "--hang-after", str(DEADLINE_S)]
             return [sys.executable, "-m", "keepstep.cli.main", "run", *flags, *worker, "--keepstep"]
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks, *worker]
 

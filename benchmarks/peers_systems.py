@@ -87,10 +87,13 @@ def _saving(folder: Path) -> list[str]:
     return ["--checkpoint", str(folder / "checkpoint.pt"), "--checkpoint-every", str(CHECKPOINT_EVERY)]
 
 
-def _keepstep(workload: Workload, folder: Path) -> list[Process]:
-    flags = ["--nproc-per-node", str(workload.world_size), "--spares", "1"]
-    worker = _worker("train_plain.py", workload, folder, "--keepstep")
-    return [Process([sys.executable, "-m", "keepstep.cli.main", "run", *flags, *worker])]
+def _keepstep(*more: str) -> Callable[[Workload, Path], list[Process]]:
+    def start(workload: Workload, folder: Path) -> list[Process]:
+        flags = ["--nproc-per-node", str(workload.world_size), "--spares", "1", *more]
+        worker = _worker("train_plain.py", workload, folder, "--keepstep")
+        return [Process([sys.executable, "-m", "keepstep.cli.main", "run", *flags, *worker])]
+
+    return start
 
 
 def _torchrun(*more: str, environment: Mapping[str, str] | None = None) -> Callable[[Workload, Path], list[Process]]:
@@ -152,7 +155,8 @@ def _is_free(port: int) -> bool:
 
 README_OF_TORCHFT = "its README and train_ddp.py, which write no checkpoint"
 SYSTEMS = [
-    System("keepstep", "default", (), "`--spares 1`, everything else as it comes; it has no lower setting", _keepstep),
+    System("keepstep", "default", (), "`--spares 1`, everything else as it comes", _keepstep()),
+    System("keepstep", "lowest", (), "`--spares 1 --hang-after 1`", _keepstep("--hang-after", "1")),
     System(
         "torchft",
         "default",

@@ -30,10 +30,10 @@ from rich.table import Table
 from keepstep.errors import ConfigurationError, InternalError
 from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import ControllerMachine
+from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.node.agent import AgentMachine
 from keepstep.protocol.node.effects import HandOver, Spawn
-from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoverySettings, Stage
 from keepstep.protocol.relay.bundle import NodeSaid, PacketBundle

@@ -3,8 +3,9 @@
 import os
 
 from keepstep.agent.durations import longest_phases
+from keepstep.protocol.deadlines import DEADLINES
 from keepstep.protocol.messages import Tag
-from keepstep.protocol.node.liveness import MEASURED, LivenessMachine, LivenessSettings, Observation
+from keepstep.protocol.node.liveness import MEASURED, LivenessMachine, Observation
 from keepstep.protocol.phases import Phase
 from keepstep.shared import tagpage
 from keepstep.shared.tagpage import PhaseEvent
@@ -50,8 +51,7 @@ def test_a_job_with_steps_shorter_than_a_look_teaches_all_its_phases() -> None:
     descriptor = tagpage.create("test")
     writer, reader = tagpage.TagWriter(descriptor), tagpage.TagReader(descriptor)
     os.close(descriptor)
-    settings = LivenessSettings()
-    machine = LivenessMachine("node-a", settings)
+    machine = LivenessMachine("node-a", DEADLINES)
     machine.is_initialised = True
     machine.watch(0, 0, 0.0)
     read = 0
@@ -68,7 +68,7 @@ def test_a_job_with_steps_shorter_than_a_look_teaches_all_its_phases() -> None:
         read = view.events_written
     for phase in MEASURED:
         machine.observe(0, Observation(Tag(1, 30, phase), 0, False, False, False), now_s)
-        assert machine.deadline_s(0) < settings.unknown_s / 2
+        assert machine.deadline_s(0) < DEADLINES.long_s
     reader.close()
 
 

@@ -327,7 +327,7 @@ def test_scripts_that_cannot_work(tmp_path: Path, body: str, message: str) -> No
         (["--nproc-per-node", "1000000", TINY], "at most"),
         (["--nnodes", "2", TINY], "--nnodes 2: set their rendezvous with --rdzv-endpoint"),
         (["--max-restarts", "-2", TINY], "--max-restarts -2"),
-        (["--hang-floor", "0", TINY], "--hang-floor"),
+        (["--hang-after", "0", TINY], "--hang-after"),
         (["no-such-script.py"], "no-such-script.py"),
         (["--run-dir", "/proc/nowhere", TINY], "/proc/nowhere"),
     ],

@@ -7,6 +7,7 @@ import pytest
 from keepstep.drill.display import TABLE_COLUMNS, introduce, show
 from keepstep.drill.drill import Drill, is_good
 from keepstep.drill.faults import DrillFault
+from keepstep.protocol.deadlines import Deadlines
 from keepstep.trace.timeline.describe import PARTS
 
 EXPLANATION = {
@@ -72,10 +73,12 @@ def test_only_a_whole_yes_is_good(changes: dict[str, Any]) -> None:
 
 
 def test_a_drill_without_faults_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    introduce(0)
+    introduce(0, Deadlines(hang_after_s=1.5))
     assert "both times without failures" in " ".join(capsys.readouterr().err.split())
-    introduce(1)
-    assert "once with 1 fault injected" in " ".join(capsys.readouterr().err.split())
+    introduce(1, Deadlines(hang_after_s=1.5))
+    told = " ".join(capsys.readouterr().err.split())
+    assert "once with 1 fault injected" in told
+    assert "after 1.5 s without progress, or 10 times its longest recent phase; under keepstep run after 60 s" in told
     assert Drill([]).second == "repeated"
     assert Drill([DrillFault(number=0, kind="kill")]).second == "with-faults"
 

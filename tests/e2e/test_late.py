@@ -13,7 +13,7 @@ def test_a_rank_that_is_late_for_a_groups_timeout_is_an_error_of_torchs_and_no_f
 ) -> None:
     told, report = tmp_path / "told", tmp_path / "report.json"
     code, out, err = run(
-        "run", "--nproc-per-node", 2, "--hang-floor", 30, "--report", report, SCRIPTS / "late.py", where, told
+        "run", "--nproc-per-node", 2, "--hang-after", 30, "--report", report, SCRIPTS / "late.py", where, told
     )
     assert code == 0, err
     assert "Timed out waiting 300ms" in told.read_text(encoding="utf-8")

@@ -13,6 +13,7 @@ from tests.support.watching import attempts
 
 WAITING = SCRIPTS / "waiting.py"
 SOON = ("--nproc-per-node", 3, "--explain-after", 1.5)
+QUICKLY = ("--nproc-per-node", 3, "--hang-after", 2)
 
 
 def explained(job: RunningJob, run_dir: Path, *patterns: str) -> str:
@@ -59,7 +60,7 @@ def test_ranks_that_call_different_collectives_are_reported_with_groups_and_coun
 
 
 def test_a_stall_in_a_step_is_explained_with_the_recovery_that_it_begins(tmp_path: Path) -> None:
-    code, report, err = report_of("--nproc-per-node", 3, WAITING, "disagree in a step", tmp_path=tmp_path)
+    code, report, err = report_of(*QUICKLY, WAITING, "disagree in a step", tmp_path=tmp_path)
     assert code == 0, err
     (recovery,) = report["recoveries"]
     assert (recovery["cause"], recovery["failed_ranks"]) == ("stuck collective", [])
@@ -87,7 +88,7 @@ def test_a_long_evaluation_of_one_rank_is_reported_once_and_kills_no_rank(tmp_pa
 
 def test_a_rank_that_hangs_beside_a_receive_nothing_waits_for_is_the_one_that_hangs(tmp_path: Path) -> None:
     """It cannot wait for a message that it never asks after. As long as that counted, the job had to stall first."""
-    code, report, err = report_of("--nproc-per-node", 3, WAITING, "hang beside a recv", tmp_path=tmp_path)
+    code, report, err = report_of(*QUICKLY, WAITING, "hang beside a recv", tmp_path=tmp_path)
     assert code == 0, err
     (recovery,) = report["recoveries"]
     assert (recovery["cause"], recovery["failed_ranks"]) == ("hang", [0])
@@ -102,10 +103,9 @@ def test_a_rank_with_fewer_steps_than_the_others_ends_the_job_with_a_message(tmp
 
 
 def test_a_rank_that_left_the_loop_and_waits_behind_it_is_reported(tmp_path: Path) -> None:
-    """It may come back into a loop, so the job goes on. When its time between steps is over the collective is broken,
-    and its script ends."""
-    flags = ("--nproc-per-node", 3, "--explain-after", 0.5, "--between-steps", 4)
-    code, report, err = report_of(*flags, WAITING, "leave", tmp_path=tmp_path)
+    """It may come back into a loop, so the job goes on. When all have waited for each other for too long the
+    collective is broken, and its script ends."""
+    code, report, err = report_of(*QUICKLY, "--explain-after", 0.5, WAITING, "leave", tmp_path=tmp_path)
     assert code == 1, err
     told = lines_about(err, "rank 0 has been in barrier #1 of group 0-1.0")
     assert "(after step 3)" in told[0]

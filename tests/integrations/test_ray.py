@@ -176,7 +176,7 @@ def test_weights_survive_the_kill_of_nodes(
 ) -> None:
     """Twice: the second time what takes the rank over is on the node that Ray has found in place of the first."""
     choose = random.Random(seed)
-    flags = ("--nnodes", "2:3", "--spares", 1, "--hang-floor", DEADLINE_S)
+    flags = ("--nnodes", "2:3", "--spares", 1, "--hang-after", DEADLINE_S)
     with running(tmp_path, raylets, *flags, SCRIPTS / "gated.py", tmp_path, STEP_S, *GATES) as job:
         for number, gate in enumerate(GATES):
             job.wait_until(lambda job: is_whole(job, with_spare=True), "there are a warm spare and all ranks")

@@ -1,5 +1,6 @@
 """torchrun's flags and keepstep's own: what comes of them, and what is refused by name."""
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from keepstep.config import ALLOCATOR_VARIABLES
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.flags import job_options, make_parser
 from keepstep.launcher.job import JobOptions
+from keepstep.protocol.deadlines import DEADLINES
 
 
 @pytest.fixture
@@ -56,15 +58,16 @@ def test_what_is_not_said(script: str, tmp_path: Path) -> None:
 def test_what_is_said(script: str, tmp_path: Path) -> None:
     found = options(
         "--nproc-per-node", 3, "--spares", 2, "--run-dir", tmp_path / "run", "--report", tmp_path / "r.json",
-        "--hang-floor", 2.5, "--hang-factor", 4, "--between-steps", 7, "--explain-after", 8,
+        "--hang-after", "2.5:4", "--explain-after", 8,
         "--max-restarts", 9, "--role", "trainer",
         "--start-method", "spawn", "--rdzv-id", "name", script, "--lr", "0.1", "--nproc-per-node", "8",
     )  # fmt: skip
     agent = found.agent
     assert (agent.place.world_size, agent.place.slots, agent.fork) == (3, 5, False)
     assert agent.command == (script, "--lr", "0.1", "--nproc-per-node", "8"), "what follows the script is the script's"
-    assert (agent.liveness.floor_s, agent.liveness.factor, agent.liveness.between_steps_s) == (2.5, 4.0, 7.0)
-    assert agent.liveness.explain_s == 8.0
+    expected = dataclasses.replace(DEADLINES, hang_after_s=2.5, hang_factor=4.0)
+    assert found.recovery.deadlines == expected
+    assert agent.deadlines == dataclasses.replace(expected, explain_s=8.0)
     assert agent.run_dir == tmp_path / "run"
     assert agent.run_dir.stat().st_mode & 0o777 == 0o700
     assert (found.outputs.report, found.keep_run_dir) == (tmp_path / "r.json", True)
@@ -98,14 +101,11 @@ def test_a_module_or_any_program_may_stand_for_the_script() -> None:
         (["--nproc-per-node", "1.5"], "--nproc-per-node 1.5: allowed are a positive number"),
         (["--spares", "-1"], "--spares -1: allowed are 0 and more"),
         (["--max-restarts", "-1"], "--max-restarts -1: allowed are 0 and more"),
-        (["--hang-floor", "0"], "--hang-floor 0.0: must be positive"),
-        (["--hang-floor", "nan"], "--hang-floor nan: must be positive"),
-        (["--hang-floor", "-3"], "--hang-floor -3.0: must be positive"),
-        (["--hang-factor", "0"], "--hang-factor 0.0: must be positive"),
-        (["--hang-factor", "nan"], "--hang-factor nan: must be positive"),
-        (["--between-steps", "-0.5"], "--between-steps -0.5: must be positive"),
+        *(
+            (["--hang-after", text], f"--hang-after {text}: must be SECONDS, or SECONDS:FACTOR, both positive")
+            for text in ("0", "nan", "-3", "inf", "x", "", "5:0", "5:nan", "5:x", ":3", "1:2:3")
+        ),
         (["--explain-after", "0"], "--explain-after 0.0: must be positive"),
-        (["--between-steps", "nan"], "--between-steps nan: must be positive"),
         (["--nnodes", "2"], "--nnodes 2: a drill runs on one node"),
         (["--nnodes", "1:4"], "--nnodes 1:4: a drill runs on one node"),
         (["--engine", "ray"], "--engine ray: a drill runs on one node"),
@@ -151,7 +151,7 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest
         options(tmp_path)
 
 
-@pytest.mark.parametrize("flag", ["--unknown", "--spares=x", "--hang-floor=x", "--start-method=thread"])
+@pytest.mark.parametrize("flag", ["--unknown", "--spares=x", "--start-method=thread"])
 def test_what_the_parser_itself_refuses(flag: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         options(flag, script)

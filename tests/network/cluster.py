@@ -23,7 +23,7 @@ from keepstep.trace.timeline.run import Run
 from keepstep.trust.tokens import Secret
 
 PORT = 29400
-PATIENT = ("--hang-floor", 30)
+PATIENT = ("--hang-after", 30)
 """The steps here take milliseconds, and a loaded machine lets a process wait for its processor for longer than the
 default. What these tests lose is not found by that: a stopped process has a rule of its own."""
 DEADLINE_S = 240.0

@@ -92,7 +92,7 @@ class Rollout:
 
     def start_trainer(self) -> None:
         """Two ranks and a spare."""
-        command = ["-m", "keepstep.cli.main", "run", "--nproc-per-node", "2", "--spares", "1", "--hang-floor", "30"]
+        command = ["-m", "keepstep.cli.main", "run", "--nproc-per-node", "2", "--spares", "1", "--hang-after", "30"]
         command += ["--run-dir", str(self.folder / "run")]
         script = [str(HERE / "train_counting.py"), "100000", "0.25", str(self.sockets / "job"), str(DEADLINE_S)]
         self.start("trainer", TRAINER, *command, *script)

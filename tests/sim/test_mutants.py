@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from keepstep.protocol import controller, reliable_channel, resume
 from keepstep.protocol import messages as msg
+from keepstep.protocol import reliable_channel, resume
 from keepstep.protocol import snapshots as protocol_snapshots
-from keepstep.protocol.controller import AnswersReceived, ControllerMachine, DrainAsked, JournalEntry
+from keepstep.protocol.controller import AnswersReceived, ControllerMachine, DrainAsked, JournalEntry, LeaseExpired
 from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.messages import Membership
 from keepstep.protocol.moves import Load, Move, Update
 from keepstep.protocol.node import agent
 from keepstep.protocol.node.agent import AgentMachine
-from keepstep.protocol.node.liveness import LivenessMachine
+from keepstep.protocol.node.liveness import LivenessMachine, Observation
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, transitions
 from keepstep.protocol.recovery.end.drain import JobDrain
@@ -40,6 +40,7 @@ from keepstep.protocol.recovery.stages.starting import Starting
 from keepstep.protocol.recovery.stages.stopping import Stopping
 from keepstep.protocol.recovery.stages.training import Training
 from keepstep.protocol.recovery.standstill import Standstill
+from keepstep.protocol.recovery.suspicion import Left, Silence
 from keepstep.protocol.relay.bundle import PacketBundle, Row
 from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.resume import Action
@@ -506,8 +507,8 @@ def a_recovery_tells_the_membership_before_it(patch: pytest.MonkeyPatch) -> None
 def every_replacement_is_the_first_of_its_node(patch: pytest.MonkeyPatch) -> None:
     right = Orders.assign
 
-    def assign(self: Orders, worker: Worker, generation: int, reason: str) -> None:
-        right(self, worker, generation, reason)
+    def assign(self: Orders, worker: Worker, generation: int, first_phases: msg.FirstPhases, reason: str) -> None:
+        right(self, worker, generation, first_phases, reason)
         effect = self._effects.pop()
         if generation > 1:
             effect = dataclasses.replace(effect, order=msgspec.structs.replace(effect.order, local_rank=0))
@@ -580,15 +581,61 @@ def no_lease_ever_ends(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_controller_that_is_cut_off_gives_all_nodes_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(controller, "Deadlines().isolated_s", 0.0)
+    patch.setattr(ControllerMachine, "_check_leases", gives_up_all_that_are_silent)
+
+
+def gives_up_all_that_are_silent(self: ControllerMachine, lease_s: float, now_s: float) -> None:
+    for node, connection in list(self.connections.items()):
+        if now_s >= connection.end_s(lease_s):
+            self._happened(LeaseExpired(node, "silent", connection.heard_s), now_s)
+    self._schedule_lease_check(lease_s, now_s)
 
 
 def who_waits_for_a_peer_is_to_blame(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LivenessMachine, "_at_fault", lambda self, watched: True)
+    right = LivenessMachine.observe
+
+    def observe(self: LivenessMachine, worker: int, look: Observation, now_s: float) -> None:
+        right(self, worker, dataclasses.replace(look, in_collective=False), now_s)
+
+    patch.setattr(LivenessMachine, "observe", observe)
 
 
 def no_rank_is_ever_hung(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LivenessMachine, "judge", lambda self, now_s: [])
+
+
+# ---- Silence --------------------------------------------------------------------------------------------------------
+
+
+def a_suspected_rank_is_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Training, "left_without", lambda self, silence: Left.MEMORY)
+
+
+def copies_of_others_that_are_silent_count(patch: pytest.MonkeyPatch) -> None:
+    right = Training.left_without
+
+    def left_without(self: Training, silence: Silence) -> Left | None:
+        lost = {worker.worker for worker in silence.lost}
+        return right(self, dataclasses.replace(silence, silent=lost))
+
+    patch.setattr(Training, "left_without", left_without)
+
+
+def a_survivor_that_does_not_stop_is_lost_though_it_has_the_last_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Stopping, "left_without", lambda self, silence: Left.MEMORY)
+
+
+def a_source_that_is_silent_is_lost_though_it_has_the_last_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Recovering, "left_without", lambda self, silence: Left.MEMORY)
+
+
+def a_silent_node_is_lost_though_it_has_the_last_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecoveryMachine, "left_without_node", lambda self, node, silent_nodes: Left.MEMORY)
+
+
+def a_checkpoint_that_is_not_written_counts(patch: pytest.MonkeyPatch) -> None:
+    always = property(lambda self: self.writes_checkpoints, lambda self, value: None)
+    patch.setattr(JobState, "has_checkpoint", always, raising=False)
 
 
 # ---- How a job ends -------------------------------------------------------------------------------------------------
@@ -1050,6 +1097,12 @@ MUTANTS: dict[Plant, Check] = {
     a_controller_that_is_cut_off_gives_all_nodes_up: Check.HEALTHY_FENCED,
     who_waits_for_a_peer_is_to_blame: Check.HEALTHY_FENCED,
     no_rank_is_ever_hung: Check.STUCK,
+    a_suspected_rank_is_lost: Check.LAST_COPY,
+    copies_of_others_that_are_silent_count: Check.NO_CAUSE,
+    a_survivor_that_does_not_stop_is_lost_though_it_has_the_last_copy: Check.LAST_COPY,
+    a_source_that_is_silent_is_lost_though_it_has_the_last_copy: Check.LAST_COPY,
+    a_silent_node_is_lost_though_it_has_the_last_copy: Check.LAST_COPY,
+    a_checkpoint_that_is_not_written_counts: Check.LAST_COPY,
     the_job_ends_when_one_rank_is_through: Check.ENDED,
     loops_that_end_unevenly_are_not_noticed: Check.NO_CAUSE,
     a_rank_in_its_last_step_has_begun_another: Check.ENDED,
@@ -1069,6 +1122,39 @@ def a_node_is_cut_off_in_the_barrier(seed: int) -> Case:
     durations = SimulatedDurations(collective_s=0.05)
     layout = ClusterLayout(nodes, ("0",) * 3, settings, durations=durations, num_steps=12)
     return Case(seed, layout, (SimulatedFault("cut off", 2.0, None, Phase.SYNCED, seed % 4, 8.0),))
+
+
+def all_ranks_are_stopped(seed: int) -> Case:
+    """For a time past the deadline, and on several nodes, whose agents notice it one after the other."""
+    settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=1, ranks_per_node=1)
+    nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(4))
+    layout = ClusterLayout(nodes, ("0",) * 3, settings, num_steps=40)
+    return Case(seed, layout, (SimulatedFault("suspend", 3.0 + seed % 50 / 10, lasts_s=8.0 + seed % 37 / 10),))
+
+
+def two_of_which_one(seed: int, shards: tuple[str, str], *faults: SimulatedFault, every: int | None = None) -> Case:
+    """Two ranks on two nodes, with spares on a third one."""
+    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=1)
+    nodes = tuple(NodeLayout(f"node-{number}", 1 + number // 2, f"rack-{number}") for number in range(3))
+    return Case(seed, ClusterLayout(nodes, shards, settings, num_steps=40, checkpoint_every=every), faults)
+
+
+def a_rank_is_silent_without_replica(seed: int) -> Case:
+    """It goes on after a while; a checkpoint is not yet written."""
+    stop = SimulatedFault("stop", 3.0 + seed % 30 / 10, pick=1 + 2 * (seed % 2), lasts_s=45.0)
+    return two_of_which_one(seed, ("0", "1"), stop, every=35)
+
+
+def a_node_is_cut_off_without_replica(seed: int) -> Case:
+    return two_of_which_one(
+        seed, ("0", "1"), SimulatedFault("cut off", 3.0 + seed % 30 / 10, pick=seed % 2, lasts_s=9.0)
+    )
+
+
+def the_last_copy_is_silent_in_a_recovery(seed: int) -> Case:
+    """One of two replicas was killed, and the other is stopped while it stops or sends its state."""
+    kill = SimulatedFault("kill", 3.0 + seed % 30 / 10, pick=0)
+    return two_of_which_one(seed, ("0", "0"), kill, SimulatedFault("stop", seed % 40 / 1000, 1, None, 1, 15.0))
 
 
 def a_node_is_lost_and_two_have_spares(seed: int) -> Case:
@@ -1255,6 +1341,12 @@ CASES: dict[Plant, Callable[[int], Case]] = {
     loops_that_end_unevenly_are_not_noticed: a_rank_leaves_its_loop_early,
     a_rank_in_its_last_step_has_begun_another: data_is_cut_off_in_the_last_step,
     the_common_step_is_the_least: a_node_is_cut_off_in_the_barrier,
+    copies_of_others_that_are_silent_count: all_ranks_are_stopped,
+    a_suspected_rank_is_lost: a_rank_is_silent_without_replica,
+    a_checkpoint_that_is_not_written_counts: a_rank_is_silent_without_replica,
+    a_silent_node_is_lost_though_it_has_the_last_copy: a_node_is_cut_off_without_replica,
+    a_survivor_that_does_not_stop_is_lost_though_it_has_the_last_copy: the_last_copy_is_silent_in_a_recovery,
+    a_source_that_is_silent_is_lost_though_it_has_the_last_copy: the_last_copy_is_silent_in_a_recovery,
     a_spare_close_to_a_lost_node_is_preferred: a_node_is_lost_and_two_have_spares,
     a_drained_node_keeps_its_ranks: a_node_is_drained,
     a_drain_breaks_the_collectives_off: a_job_is_drained_while_ranks_reduce,

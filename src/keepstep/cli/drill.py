@@ -20,6 +20,10 @@ from keepstep.trace.targets import check_target, write_whole
 from keepstep.trace.timeline.describe import as_json
 from keepstep.trace.timeline.run import opened
 
+HANG_AFTER = "1"
+"""A drill finds hangs sooner than a job by default, so that a fault that stops a process costs seconds. If it takes a
+slow rank for a hanging one on a busy machine, that is one more recovery, after which the weights must be the same."""
+
 
 def main(arguments: list[str]) -> int:
     """Runs a drill. Returns 0 only if the state and the compared files are identical and every fault was injected."""
@@ -33,7 +37,7 @@ def main(arguments: list[str]) -> int:
     json = check_target("--json", Path(chosen.json)) if chosen.json else None
     html = check_target("--html", Path(chosen.html)) if chosen.html else None
     with _folder(chosen.run_dir) as folder, showing(folder, chosen.dashboard):
-        display.introduce(len(faults))
+        display.introduce(len(faults), options.recovery.deadlines)
         result = run_drill(options, drill, display.follow, folder)
         display.show(result)
         if json is not None:
@@ -47,6 +51,7 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("keepstep drill")
     parser.description = "Runs a job without and with failures and compares all protected state, bit for bit."
+    parser.set_defaults(hang_after=HANG_AFTER)
     own = parser.add_argument_group("drill")
     own.add_argument(
         "--faults",

@@ -12,20 +12,24 @@ from rich.table import Table
 
 from keepstep.launcher.console import follow as follow_job
 from keepstep.launcher.job import Job
+from keepstep.protocol.deadlines import DEADLINES, Deadlines
 from keepstep.protocol.recovery.records import Origin, Warmth
 from keepstep.trace.timeline.describe import PARTS
 
 TABLE_COLUMNS = 116
 
 
-def introduce(num_faults: int) -> None:
-    """Prints what the drill is going to do."""
+def introduce(num_faults: int, deadlines: Deadlines) -> None:
+    """Prints what the drill is going to do, and after which time it takes a silent rank for a hanging one."""
     how = "both times without failures"
     if num_faults:
         faults = f"{num_faults} fault{'s' if num_faults != 1 else ''}"
         how = f"once without failures and once with {faults} injected into its processes"
     Console(stderr=True).print(
-        f"keepstep drill: the job runs twice, {how}. Then every bit of the trained state is compared."
+        f"keepstep drill: the job runs twice, {how}. Then every bit of the trained state is compared.\n"
+        f"Here a rank hangs after {deadlines.hang_after_s:g} s without progress, or {deadlines.hang_factor:g} times "
+        f"its longest recent phase; under keepstep run after {DEADLINES.hang_after_s:g} s (--hang-after).",
+        highlight=False,
     )
 
 

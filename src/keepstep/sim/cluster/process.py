@@ -174,7 +174,8 @@ class SimulatedProcess(ABC):
 
     def put_down(self) -> None:
         """Kills a process that is still silent, as an operator would."""
-        if self.is_stopped or self.is_stuck:
+        if self.is_alive and (self.is_stopped or self.is_stuck):
+            self.world.oracle.silence.put_down(self)
             self.die(Cause.SIGNAL, "killed by SIGKILL")
 
     def be_fast(self) -> None:

@@ -48,6 +48,17 @@ class SilenceWatch:
             f"{worker}, silent for {lasts_s:.2f} s, is fenced",
         )
 
+    def put_down(self, worker: SimulatedProcess) -> None:
+        """Checks a process that an operator kills after a long silence: the job must not have waited for it in vain."""
+        oracle, shards = self._world.oracle, set(self._world.layout.shards)
+        if not oracle.has_trained or oracle.finished_ranks or oracle.drain.is_asked or oracle.is_excused:
+            return
+        complete = self._complete()
+        others = [each for each in complete if each is not worker and not oracle.is_unreachable(each)]
+        is_replicated = {each.shard for each in others if not self._must_be_known(each)} == shards
+        if worker in complete and is_replicated:
+            raise ViolationError(Check.STUCK, f"{worker} is silent, others hold its state, and the job waits for it")
+
     def evicted(self, node: str, silent_s: float) -> None:
         """Checks the eviction of a node from which the controller has heard nothing for a time."""
         deadlines = self._world.layout.settings.deadlines
@@ -66,6 +77,12 @@ class SilenceWatch:
         known_s = now_s - deadlines.hang_after_s - deadlines.together_s - 1.0
         is_silent = worker.is_stopped or worker.is_stuck or worker.slowness > 1.0
         return is_silent and self._since_s.get(worker.process, now_s) < known_s
+
+    def _complete(self) -> list[SimulatedProcess]:
+        """Returns the live processes that hold a rank's state, not older than the step that the ranks are in."""
+        least = max(1, self._world.oracle.furthest)
+        live = self._world.rank_holders()
+        return [each for each in live if INCOMPLETE not in each.parameters and len(each.parameters) >= least]
 
     def _check(
         self,
@@ -87,12 +104,8 @@ class SilenceWatch:
 
         if not oracle.has_trained or oracle.finished_ranks or oracle.drain.is_asked or oracle.is_excused:
             return
-        complete = [
-            worker
-            for worker in self._world.rank_holders()
-            if INCOMPLETE not in worker.parameters and len(worker.parameters) >= max(1, oracle.furthest)
-        ]
-        holders = [worker for worker in complete if not oracle.is_unreachable(worker)]
+        complete = self._complete()
+        holders = [worker for worker in complete if is_lost(worker) or not oracle.is_unreachable(worker)]
         if {worker.shard for worker in holders} != shards or {each.shard for each in complete if stays(each)} == shards:
             return
         if not any(is_lost(worker) for worker in holders):
