@@ -34,8 +34,18 @@ def test_a_replacement_gets_of_the_store_what_its_rank_got_when_it_started(tmp_p
     assert re.search(r"rank 0: a replacement gives the store another value for '.*run' \(set\)", err)
 
 
-def test_a_wait_in_a_step_for_a_key_of_the_lost_rank_is_interrupted(tmp_path: Path) -> None:
-    through("step", tmp_path)
+def test_a_wait_in_the_first_step_for_a_key_of_the_lost_rank_is_interrupted(tmp_path: Path) -> None:
+    through("first step", tmp_path)
+
+
+def test_a_replacement_may_wait_in_its_own_first_step(tmp_path: Path) -> None:
+    through("first step of a replacement", tmp_path)
+
+
+def test_a_wait_in_a_later_step_is_an_error_that_says_so(tmp_path: Path) -> None:
+    code, _out, err = run("run", "--nproc-per-node", 3, STORE, "later step", tmp_path)
+    assert code == 1, err
+    assert re.search(r"UsageError: step 4: no rank has set key '.*of rank 0' of the store, and inside of a step", err)
 
 
 def test_a_wait_between_two_steps_gets_what_a_survivor_sets(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from keepstep.controller import jobstore
 from keepstep.controller.jobstore import JobStore
 from keepstep.errors import RemoteProtocolError
-from keepstep.protocol.messages import StoreAnswered, StoreRequested
+from keepstep.protocol.messages import AT_ONCE, StoreAnswered, StoreRequested
 from keepstep.protocol.recovery import Stage
 from keepstep.transports.framing import frame
 
@@ -75,6 +75,15 @@ def test_a_wait_that_is_cancelled_is_forgotten() -> None:
     assert store.ask("cancel", value=b"0", worker=3) == [StoreAnswered(3, 1, (), ""), StoreAnswered(3, 0, (), "")]
     assert store.ask("cancel", value=b"0", worker=3) == [StoreAnswered(3, 2, (), "")]
     assert store.ask("set", "a") == [StoreAnswered(0, 3, (), "")]
+
+
+def test_a_wait_that_must_not_wait_names_the_first_key_that_is_missing() -> None:
+    store = Asking()
+    store.ask("set", "a", value=b"1")
+    assert store.value("get", "a", value=AT_ONCE) == (b"1",)
+    (answer,) = store.ask("wait", "a", "b", "c", value=AT_ONCE, generation=1)
+    assert answer.error == "no rank has set key 'b' of the store"
+    assert store.ask("set", "b") == [StoreAnswered(0, 3, (), "")], "nobody waits"
 
 
 def test_a_request_that_comes_twice_is_carried_out_once() -> None:

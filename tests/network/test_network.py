@@ -6,6 +6,7 @@ Whatever happens, the weights at the end are those of a run without failures, an
 from __future__ import annotations
 
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -203,9 +204,9 @@ def test_a_machine_takes_ranks_and_has_no_memory_for_second_copies(
         assert cluster.digests() == sharded
     told = (tmp_path / "node-0.log").read_text().splitlines()
     for rank, buddy in ((0, 2), (1, 3)):
-        first, then = (line for line in told if f"keepstep: snapshots of rank {rank}:" in line)
-        assert f"they have no second copy, for the node of rank {buddy} has no memory for one" in first
-        assert then.endswith(f"rank {buddy} keeps a second copy of them")
+        first, then = (line for line in told if f"keepstep: the snapshots of rank {rank} " in line)
+        assert re.search(rf"have one copy only: node '.*', where rank {buddy} would keep the second one, has no", first)
+        assert then.endswith(f"have a second copy again: rank {buddy} keeps it")
 
 
 @pytest.mark.parametrize("way", ["nothing arrives there", "nothing comes from there"])

@@ -11,11 +11,10 @@ from keepstep.protocol.messages import Member, Membership
 from keepstep.protocol.snapshots import (
     NUM_TRIALS,
     SHARE,
-    START_COPIES,
     TRIAL_EVERY,
-    SecondCopyPlan,
     SnapshotSchedule,
     buddies,
+    buddy_and_wards,
     fewest_steps,
     lone_shards,
     outdated,
@@ -152,43 +151,12 @@ def test_a_buddy_is_on_another_node_and_in_another_domain_where_that_can_be(
         assert sorted(found.values()) == sorted(found), "each has one ward where the nodes are equal"
 
 
-def test_a_refused_rank_asks_one_node_after_the_other() -> None:
+def test_wards_are_the_ranks_whose_buddy_a_rank_is() -> None:
     membership = place("a", "b", "c")
-    assert [buddies(membership, {0: times})[0] for times in range(5)] == [1, 2, 1, 2, 1]
-    assert buddies(membership, {0: 1}) == {0: 2, 1: 2, 2: 0}, "the others keep theirs"
-    assert buddies(place("a", "b"), {0: 7}) == {0: 1, 1: 0}, "there is no other"
-
-
-def plans(membership: Membership, generation: int) -> list[SecondCopyPlan]:
-    found = [SecondCopyPlan() for _ in membership.workers]
-    for rank, plan in enumerate(found):
-        plan.resumed(rank, membership, generation)
-    return found
-
-
-def test_a_job_that_has_just_begun_ends_where_there_is_no_room() -> None:
-    plan = plans(place("a", "b"), 1)[0]
-    for _ in range(START_COPIES):
-        assert not plan.refused()
-        plan.doubled()
-    assert plan.refused(), "its memory is there, and this is what it has grown by"
-    assert plans(place("a", "b"), 2)[0].refused()
-
-
-def test_all_ranks_hear_one_refused_rank_in_a_barrier() -> None:
-    found = plans(place("a", "b", "c"), 2)
-    assert [found[0].refused(), found[1].refused()] == [True, True]
-    assert [plan.contribution() for plan in found] == [1, 2, 0]
-    assert [plan.reduced(2) for plan in found] == [True] * 3
-    assert [plan.buddies for plan in found] == [{0: 1, 1: 0, 2: 0}] * 3
-    assert [plan.wards for plan in found] == [(1, 2), (0,), ()]
-    found[1].doubled()
-    assert [plan.contribution() for plan in found] == [1, 0, 0]
-    assert not any(plan.reduced(0) for plan in found)
-    for rank, plan in enumerate(found):
-        plan.resumed(rank, place("a", "b", "c"), 3)
-    assert {plan.buddy for plan in found} == {0, 1, 2}
-    assert [plan.contribution() for plan in found] == [0, 0, 0]
+    assert [buddy_and_wards(membership, rank) for rank in range(3)] == [(1, (2,)), (2, (0,)), (0, (1,))]
+    assert buddy_and_wards(place("a", "b", "b"), 0) == (1, (1, 2))
+    assert buddy_and_wards(place("a", "b", "b"), 2) == (0, ())
+    assert buddy_and_wards(place("a", "a"), 0) == (None, ())
 
 
 def test_second_copies_have_time_until_the_step_before_the_next_snapshot() -> None:

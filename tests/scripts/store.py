@@ -22,7 +22,7 @@ from keepstep.worker.session import current_session
 HOW, FOLDER = sys.argv[1], Path(sys.argv[2])
 STEPS = 10
 AT = 4
-"""The step in which, or behind which, a rank is lost."""
+"""The step in which, or behind which, a rank is lost; in one way it is the first step."""
 
 session = keepstep.init()
 store = _get_default_store()
@@ -79,14 +79,35 @@ def lose_in_start_up() -> None:
         store.wait(["go"], timedelta(seconds=600))
 
 
-def in_forward(index: int) -> None:
+def in_first_step() -> None:
     """Rank 0 sets a key that the others wait for, and is lost before."""
-    if HOW == "step" and session.rank == 0:
-        if index == AT:
-            die_once("in a step")
-        store.set(f"step {index}", str(index))
-    elif HOW == "step":
-        assert store.get(f"step {index}") == str(index).encode()
+    if session.rank == 0:
+        die_once("in a step")
+        store.set("from the first step", "1")
+    else:
+        assert store.get("from the first step") == b"1"
+
+
+def in_first_step_of_a_replacement() -> None:
+    """The replacement of rank 2 waits for a key that rank 0 sets when it knows of that."""
+    if session.rank == 2:
+        die_once("in a step")
+        store.set("it waits", "")
+        assert store.get("for the replacement") == b"1"
+    elif session.rank == 0 and session.generation == 2:
+        while not store.check(["it waits"]):
+            threading.Event().wait(0.01)
+        threading.Event().wait(0.2)  # so that the request of rank 2 is there, too
+        store.set("for the replacement", "1")
+
+
+def in_forward(index: int) -> None:
+    if HOW == "first step" and index == 0:
+        in_first_step()
+    if HOW == "first step of a replacement" and index == AT:
+        in_first_step_of_a_replacement()
+    if HOW == "later step" and index == AT and session.rank == 1:
+        store.wait(["of rank 0"])
 
 
 def between_steps(index: int) -> None:

@@ -44,7 +44,7 @@ from keepstep.protocol.recovery.suspicion import Left, Silence
 from keepstep.protocol.relay.bundle import PacketBundle, Row
 from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.resume import Action
-from keepstep.protocol.snapshots import SecondCopyPlan, SnapshotSchedule
+from keepstep.protocol.snapshots import SnapshotSchedule
 from keepstep.protocol.waiting.explanation import RankState
 from keepstep.protocol.worker import Urgency, WorkerMachine
 from keepstep.sim.cluster import snapshots as sim_snapshots
@@ -842,7 +842,7 @@ def a_second_copy_counts_before_all_is_in_it(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_buddy_is_on_the_same_node(patch: pytest.MonkeyPatch) -> None:
-    def close(membership: Membership, refused: Mapping[int, int] | None = None) -> dict[int, int]:
+    def close(membership: Membership) -> dict[int, int]:
         found = {}
         for rank, node in enumerate(membership.node_numbers):
             there = [other for other, its in enumerate(membership.node_numbers) if its == node and other != rank]
@@ -850,24 +850,6 @@ def a_buddy_is_on_the_same_node(patch: pytest.MonkeyPatch) -> None:
         return found
 
     patch.setattr(protocol_snapshots, "buddies", close)
-
-
-def a_rank_without_a_second_copy_ends_the_job(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SecondCopyPlan, "refused", lambda self: False)
-
-
-def a_rank_that_was_refused_keeps_its_buddy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SecondCopyPlan, "reduced", lambda self, number: False)
-
-
-def a_rank_that_was_refused_does_not_ask_again(patch: pytest.MonkeyPatch) -> None:
-    send = SimulatedSecondCopies.send
-
-    def sends(self: SimulatedSecondCopies, sender: SimulatedProcess, snapshot: Snapshot) -> None:
-        if not sender.snapshots.plan.lacks_room:
-            send(self, sender, snapshot)
-
-    patch.setattr(SimulatedSecondCopies, "send", sends)
 
 
 def the_snapshot_that_must_stay_is_written_over(patch: pytest.MonkeyPatch) -> None:
@@ -1019,9 +1001,6 @@ MUTANTS: dict[Plant, Check] = {
     a_rank_does_not_wait_for_its_second_copy: Check.SNAPSHOT,
     a_second_copy_counts_before_all_is_in_it: Check.WRONG_SOURCE,
     a_buddy_is_on_the_same_node: Check.SNAPSHOT,
-    a_rank_without_a_second_copy_ends_the_job: Check.ENDED,
-    a_rank_that_was_refused_keeps_its_buddy: Check.SNAPSHOT,
-    a_rank_that_was_refused_does_not_ask_again: Check.SNAPSHOT,
     the_snapshot_that_must_stay_is_written_over: Check.SNAPSHOT,
     second_copies_of_the_last_generation_count: Check.RAISED,
     second_copies_are_not_told: Check.ENDED,
@@ -1249,24 +1228,6 @@ def a_node_is_lost_while_second_copies_are_under_way(seed: int) -> Case:
     return Case(seed, layout, (SimulatedFault("node loss", 3.0 + seed % 40 / 10, pick=seed % 2),))
 
 
-def a_node_has_no_room_for_second_copies(seed: int) -> Case:
-    """A rank there is lost, and what takes its place keeps none, for a while or for good; there are other nodes."""
-    settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=1, ranks_per_node=1)
-    nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(3))
-    layout = ClusterLayout(nodes, ("0", "1", "2"), settings, num_steps=40, snapshot_every=1)
-    kill = SimulatedFault("kill", 3.0 + seed % 40 / 20, pick=seed % 3)
-    return Case(seed, layout, (kill, SimulatedFault("no room", 0.0, recovery=1, pick=seed % 3, lasts_s=60.0)))
-
-
-def no_node_has_room_for_second_copies(seed: int) -> Case:
-    """As above, where there is no third node, and for some seconds."""
-    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=1, ranks_per_node=1)
-    nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(2))
-    layout = ClusterLayout(nodes, ("0", "1"), settings, num_steps=40, snapshot_every=1)
-    kill = SimulatedFault("kill", 3.0 + seed % 40 / 20, pick=seed % 2)
-    return Case(seed, layout, (kill, SimulatedFault("no room", 0.0, recovery=1, pick=seed % 2, lasts_s=4.0)))
-
-
 def a_rank_falls_out_while_others_connect(seed: int) -> Case:
     """In the first step, where some ranks have not entered an operation of their groups that others wait in."""
     settings = dataclasses.replace(SETTINGS, world_size=6, num_spares=2, ranks_per_node=6)
@@ -1334,9 +1295,6 @@ CASES: dict[Plant, Callable[[int], Case]] = {
     a_node_that_joins_again_has_forgotten_what_it_has_closed: a_node_with_a_sick_device_comes_back,
     generations_of_a_group_are_not_compared: a_rank_falls_out_while_others_connect,
     a_second_copy_counts_before_all_is_in_it: a_node_is_lost_while_second_copies_are_under_way,
-    a_rank_without_a_second_copy_ends_the_job: no_node_has_room_for_second_copies,
-    a_rank_that_was_refused_keeps_its_buddy: a_node_has_no_room_for_second_copies,
-    a_rank_that_was_refused_does_not_ask_again: no_node_has_room_for_second_copies,
     the_snapshot_that_must_stay_is_written_over: all_are_interrupted_while_second_copies_are_under_way,
     loops_that_end_unevenly_are_not_noticed: a_rank_leaves_its_loop_early,
     a_rank_in_its_last_step_has_begun_another: data_is_cut_off_in_the_last_step,

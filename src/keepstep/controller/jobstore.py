@@ -18,6 +18,7 @@ import msgspec
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import (
+    AT_ONCE,
     MAX_STORE_VALUE_BYTES,
     STORE_OPERATIONS_THAT_WAIT,
     AnyMessage,
@@ -162,6 +163,8 @@ class JobStore:
         if missing is None:
             values = (self._values[request.keys[0]],) if request.operation == "job_get" else ()
             return [_answer(request, *values)]
+        if request.value == AT_ONCE:
+            return [_answer(request, error=f"no rank has set key {missing[:200]!r} of the store")]
         asked = (request.worker, request.request)
         self._waiting[asked] = request
         self._waiting_for.setdefault(missing, set()).add(asked)
@@ -214,8 +217,7 @@ class JobStore:
                 held_up[worker],
                 f"generation {generation}: a rank was lost, and every other one stands at a safe point or waits as "
                 f"this one does, so none will set {', '.join(map(repr, self._waiting[held_up[worker]].keys))[:200]}. "
-                "What a rank sets between two steps is not set again by its replacement: wait for it inside of the "
-                "step, before optimizer.step(), or with a collective",
+                "What a rank sets between two steps is not set again by its replacement: exchange it with a collective",
             )
             for worker in sorted(awaited)
         ]

@@ -13,8 +13,8 @@ A recovery can interrupt that. When all ranks resume and take their first snapsh
 snapshot may have no second copy yet. Then no rank may overwrite the snapshot before it. The controller knows which
 snapshots all ranks hold, and names the step in `keepstep.protocol.messages.Recover` (``kept_step``).
 
-A buddy's node may have no memory for a second copy. At its start, a job ends then. Later the job continues, and the
-rank's snapshots are on its own node only, until another rank keeps the second copies (`SecondCopyPlan`).
+A buddy's node may have no memory for a second copy. Then the rank's snapshots are on its own node only, and training
+continues.
 """
 
 from __future__ import annotations
@@ -22,15 +22,11 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from keepstep.protocol.messages import Membership
 
 NUM_KEPT = 2
 """Number of snapshots of one rank in one place: the newest, and the one that is being written."""
-START_COPIES = NUM_KEPT + 1
-"""Number of second copies for which each rank of a new job must find memory. The first one has no optimizer state yet,
-and each of the next two is written to new memory."""
 TRIAL_EVERY = 2
 """Steps from one snapshot to the next while their cost is measured. The steps between show the time without one."""
 NUM_TRIALS = 16
@@ -123,17 +119,12 @@ def lone_shards(membership: Membership) -> frozenset[str]:
     return frozenset(membership.shards[number] for number, there in at.items() if len(there) == 1)
 
 
-def buddies(membership: Membership, refused: Mapping[int, int] = MappingProxyType({})) -> dict[int, int]:
+def buddies(membership: Membership) -> dict[int, int]:
     """Returns the buddy of each rank with a lone shard. Empty on a single node.
 
     The nodes form a ring in which nodes of one failure domain are neighbours. The buddy of a rank is on the node that
     is as many places further as the largest domain has nodes. So it is in another domain, unless one domain has more
     than half of the nodes.
-
-    Args:
-        membership: the membership of the generation.
-        refused: rank -> how many buddies had no memory for it. Each refusal moves the buddy to the next node in the
-            ring.
     """
     lone = lone_shards(membership) if len(membership.nodes) > 1 else ()
     if not lone:
@@ -148,85 +139,15 @@ def buddies(membership: Membership, refused: Mapping[int, int] = MappingProxyTyp
     for position, node in enumerate(ring):
         for index, rank in enumerate(on_node[node]):
             if membership.shard(rank) in lone:
-                further = 1 + (shift - 1 + refused.get(rank, 0)) % (len(ring) - 1)
-                there = on_node[ring[(position + further) % len(ring)]]
+                there = on_node[ring[(position + shift) % len(ring)]]
                 found[rank] = there[index % len(there)]
     return found
 
 
-class SecondCopyPlan:
-    """Decides which rank keeps whose second copies: `buddies`, or others if a node has no memory.
-
-    A rank whose buddy has no memory reports that in the gradient barrier in which second copies are due. The barrier
-    computes a maximum, so all ranks learn of one such rank, the one with the greatest number. From the next snapshot
-    on, this rank has another buddy. The others ask their buddy again with each snapshot, as do ranks for which no node
-    has memory.
-    """
-
-    def __init__(self) -> None:
-        self.buddies: dict[int, int] = {}
-        """Rank -> its buddy, for all ranks that have one."""
-        self._rank = -1
-        self._membership: Membership | None = None
-        self._generation = 0
-        self._num_doubled = 0
-        """How many second copies of this process's snapshots a buddy has taken, at most `START_COPIES`."""
-        self._refused: dict[int, int] = {}
-        """Rank -> how often all ranks learned of its refusal in this generation."""
-        self.lacks_room = False
-        """Whether this rank's buddy had no memory for its newest snapshot."""
-
-    def resumed(self, rank: int, membership: Membership | None, generation: int) -> None:
-        """Starts over at the resume step of a generation, without refusals.
-
-        Args:
-            rank: the rank of this process.
-            membership: the membership of the generation; None if snapshots are disabled.
-            generation: the generation.
-        """
-        self._rank, self._membership, self._generation = rank, membership, generation
-        self._refused, self.lacks_room = {}, False
-        self.buddies = buddies(membership) if membership is not None else {}
-
-    @property
-    def buddy(self) -> int | None:
-        """The rank that keeps this rank's second copies; None if there is none."""
-        return self.buddies.get(self._rank)
-
-    @property
-    def wards(self) -> tuple[int, ...]:
-        """The ranks whose buddy this rank is, ascending."""
-        return tuple(sorted(ward for ward, buddy in self.buddies.items() if buddy == self._rank))
-
-    def doubled(self) -> None:
-        """Records that the buddy has the whole newest snapshot of this rank."""
-        self._num_doubled = min(START_COPIES, self._num_doubled + 1)
-        self.lacks_room = False
-
-    def refused(self) -> bool:
-        """Records that the buddy's node has no memory for the newest snapshot.
-
-        Returns:
-            whether the job continues without the second copy. A job that has just begun must not.
-        """
-        self.lacks_room = True
-        return self._generation > 1 or self._num_doubled == START_COPIES
-
-    def contribution(self) -> int:
-        """Returns this rank's value in a gradient barrier with due second copies, whose maximum `reduced` gets."""
-        return self._rank + 1 if self.lacks_room else 0
-
-    def reduced(self, number: int) -> bool:
-        """Processes the maximum of all contributions.
-
-        Returns:
-            whether a rank has another buddy from the next snapshot on.
-        """
-        if number == 0 or self._membership is None:
-            return False
-        self._refused[number - 1] = self._refused.get(number - 1, 0) + 1
-        self.buddies = buddies(self._membership, self._refused)
-        return True
+def buddy_and_wards(membership: Membership, rank: int) -> tuple[int | None, tuple[int, ...]]:
+    """Returns the buddy of a rank, None if it has none, and the ranks whose buddy it is, ascending."""
+    found = buddies(membership)
+    return found.get(rank), tuple(sorted(ward for ward, buddy in found.items() if buddy == rank))
 
 
 def fewest_steps(cost_s: float, step_s: float) -> int:

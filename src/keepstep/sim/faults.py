@@ -55,8 +55,6 @@ DEVICE_FAULTS = ("sick device",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
 GROUP_FAULTS = ("group error",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
-MEMORY_FAULTS = ("no room",)
-"""Faults in a third of the plans of jobs with second copies of snapshots, drawn from a separate generator."""
 SUSPENSIONS = ("suspend",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
 OPERATOR_TAKES = 3.0
@@ -126,23 +124,6 @@ def draw_suspension(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tup
         return plan
     lasts_s = rng.choice((0.5, 5.0, 12.0, 40.0)) * (0.8 + 0.4 * rng.random())
     return (*plan, SimulatedFault(rng.choice(SUSPENSIONS), rng.uniform(0.3, 8.0), None, None, 0, lasts_s))
-
-
-def draw_no_room(
-    rng: random.Random, layout: ClusterLayout, plan: tuple[SimulatedFault, ...]
-) -> tuple[SimulatedFault, ...]:
-    """Returns the plan, in a third of the jobs with second copies with nodes added that have no room for more of them.
-
-    The shortage begins at a random time, or with the first recovery.
-    """
-    if not layout.snapshot_every or len(layout.nodes) == 1 or rng.random() >= 0.3:
-        return plan
-    faults = []
-    for kind in MEMORY_FAULTS * rng.choice((1, 1, 2)):
-        recovery = rng.choice((None, 1))
-        at_s = rng.uniform(0.3, 8.0) if recovery is None else 0.0
-        faults.append(SimulatedFault(kind, at_s, recovery, None, rng.randrange(64), rng.choice((1.0, 5.0, 20.0))))
-    return (*plan, *faults)
 
 
 class Injector:
@@ -374,12 +355,6 @@ class Injector:
 
     def _clock_jump(self, fault: SimulatedFault) -> None:
         self._world.nodes[self._node(fault)].clock_jump_s += fault.lasts_s
-
-    def _no_room(self, fault: SimulatedFault) -> None:
-        """Lets a node have no memory for new second copies."""
-        name = self._node(fault)
-        self._world.nodes[name].has_room = False
-        self._until(fault, name, "find_room")
 
     def _sick_device(self, fault: SimulatedFault) -> None:
         """Makes one device of a node sick. In half of the cases the device has failed, and its rank is lost."""

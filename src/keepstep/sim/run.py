@@ -13,7 +13,6 @@ from keepstep.sim.faults import (
     Injector,
     SimulatedFault,
     draw_group_error,
-    draw_no_room,
     draw_plan,
     draw_relays,
     draw_sick_device,
@@ -66,7 +65,6 @@ def case_of(seed: int) -> Case:
     plan = draw_sick_device(random.Random(f"sick device of {seed}"), plan)
     plan = draw_group_error(random.Random(f"group error of {seed}"), plan)
     plan = draw_suspension(random.Random(f"suspension of {seed}"), plan)
-    plan = draw_no_room(random.Random(f"no room of {seed}"), layout, plan)
     return Case(seed, dataclasses.replace(layout, num_relays=num_relays), plan)
 
 

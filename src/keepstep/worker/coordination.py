@@ -84,8 +84,6 @@ class Coordination:
         """Called by any thread that closes the groups after a loss, to end other work that needs all ranks."""
         self.break_wait: Callable[[], None] = lambda: None
         """Called likewise, to end the training thread's wait for a key of the store."""
-        self.follow: Callable[[WorkerOrder], None] = lambda order: None
-        """Called with every order, in the listener's thread."""
         self._was_spare = rank is None
         """Whether the environment variables do not contain the rank yet."""
         self.attempting = False
@@ -102,6 +100,8 @@ class Coordination:
         """Whether a backward has communicated since this rank left the last gradient barrier."""
         self._update_raised = False
         """Whether a ``step()`` has raised in this step and the script went on: its parameters may be half updated."""
+        self._has_completed_step = False
+        """Whether this process has completed a step."""
         self.missing_values = MissingValues()
         self._training_thread = threading.get_ident()
         self._warned: set[str] = set()
@@ -122,7 +122,6 @@ class Coordination:
             self._news.notify_all()
         if holding is not None:
             self.link.send(holding)
-        self.follow(order)
         if urgency is Urgency.BREAK:
             self._break()
         if isinstance(order, Stop):
@@ -315,6 +314,11 @@ class Coordination:
         return self.machine.steps.phase
 
     @property
+    def is_in_later_step(self) -> bool:
+        """Whether this rank is inside of a step, and has completed one before in this process."""
+        return self._has_completed_step and self.phase is not Phase.UPDATED
+
+    @property
     def is_training_thread(self) -> bool:
         """Whether the calling thread is the training thread."""
         return threading.get_ident() == self._training_thread
@@ -355,6 +359,7 @@ class Coordination:
         """Records that the script has come to the end of the step."""
         self._look_for_raised_update()
         self.move(StepEvent.STEP_COMPLETED)
+        self._has_completed_step = True
 
     def _look_for_raised_update(self) -> None:
         """Finds a ``step()`` that has begun and not ended: it has raised, and the script went on, perhaps skipping it.
@@ -447,12 +452,6 @@ class Coordination:
         self.show()
         if self.machine.is_over(generation):
             self._break()  # the listener handled the order before there were connections to close
-
-    def give_up_update(self) -> None:
-        """Abandons an update that cannot complete. Marks this rank's copy as partially updated, to have it restored."""
-        self.machine.lost_value()
-        self.machine.found_partially_updated()
-        self._update = None
 
     def stand_until_ended(self) -> NoReturn:
         """Ends the process, with all others, by the controller's order: a rank was lost before the first step.

@@ -176,17 +176,16 @@ class Recovery:
         """Returns this rank's numbers for the gradient barrier of this step; empty if there is nothing to agree on.
 
         They are: the number of steps between two snapshots (`Snapshots.proposal`); whether this rank is still writing
-        its part of a checkpoint, because either all ranks write one or none does; whether it lacks a second copy
-        (`Snapshots.complaint`); and the state of its buffers (`ReplicaBuffers.contribution`).
+        its part of a checkpoint, because either all ranks write one or none does; and the state of its buffers
+        (`ReplicaBuffers.contribution`).
         """
         checkpoints, snapshots, step = self._checkpoints, self._snapshots, self._machine.steps.step
         every = snapshots.proposal(step) if snapshots is not None else None
-        complaint = snapshots.complaint(step) if snapshots is not None else None
         is_due = checkpoints is not None and not self._share.is_all and checkpoints.is_due(step + 1)
         buffers = self._buffers.contribution()
-        if every is None and complaint is None and not is_due and not buffers:
+        if every is None and not is_due and not buffers:
             return ()
-        return every or 0, int(checkpoints is not None and checkpoints.is_busy()), complaint or 0, *buffers
+        return every or 0, int(checkpoints is not None and checkpoints.is_busy()), *buffers
 
     def passed_barrier(self, agreed: Sequence[int] | None) -> None:
         """Uses the result of the gradient barrier: every rank is synced, and has its snapshot.
@@ -197,13 +196,13 @@ class Recovery:
         Raises:
             ConfigurationError: see `ReplicaBuffers.reduced`.
         """
-        every, is_any_busy, complaint, *buffers = agreed or (0, 1, 0)
+        # Without a result this rank does not know whether another one is still writing, so it begins no checkpoint.
+        every, is_any_busy, *buffers = agreed or (0, 1)
         self._buffers.reduced(buffers)
         self._agreed_step = None if is_any_busy else self._machine.steps.step + 1
         if self._snapshots is None:
             return
         self._snapshots.passed_barrier()
-        self._snapshots.reduced(complaint)
         if every:
             self._snapshots.agreed(every)
             self._tell_of_snapshots(every)
@@ -317,7 +316,7 @@ class Recovery:
         assert rank is not None
         self._buffers.resumed(order.resume_step, rank, membership)
         if self._snapshots is not None:
-            self._snapshots.resumed(order.resume_step, rank, membership, order.kept_step, order.generation)
+            self._snapshots.resumed(order.resume_step, rank, membership, order.kept_step)
         if move.action in (Action.RESTORE, Action.REWIND):
             coordination.show()
         self._resumed = move.order.resume_step > 0 or move.order.generation > 1

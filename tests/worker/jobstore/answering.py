@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from keepstep.controller.jobstore import JobStore
-from keepstep.protocol.messages import AnyMessage, Resume, Stop, StoreAnswered, StoreRequested
+from keepstep.protocol.messages import AnyMessage, Stop, StoreAnswered, StoreRequested
 from keepstep.protocol.phases import StepEvent
 from keepstep.protocol.recovery import Stage
 from keepstep.shared import tagpage
@@ -68,13 +68,9 @@ class Rank:
             answers = self.jobstore.settle(Stage.STOPPING, 2, [WORKER], lambda worker: False)
         self._answer(answers)
 
-    def order(self, order: Stop | Resume) -> None:
-        """An order comes from the agent."""
-        self._end.sendall(frame(order))
-
     def stop(self) -> None:
         """A recovery begins."""
-        self.order(Stop(2, "a rank was lost", None))
+        self._end.sendall(frame(Stop(2, "a rank was lost", None)))
 
     def advance(self, *events: StepEvent) -> None:
         """Moves the rank along, in generation 1."""

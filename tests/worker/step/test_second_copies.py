@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +11,6 @@ import pytest
 import xxhash
 from tests.worker.ranks import DEADLINE_S, Watcher, file_store, meet, run_ranks
 
-from keepstep.errors import ConfigurationError
 from keepstep.protocol.messages import Member, Membership
 from keepstep.shared import snapshotfile
 from keepstep.shared.snapshotfile import SnapshotFile, WholeSnapshot
@@ -27,12 +27,12 @@ SIZE = 3 * module.CHUNK_BYTES + 12_345
 class Rank:
     """One rank with its memory and its group."""
 
-    def __init__(self, path: Path, rank: int, membership: Membership = APART, generation: int = 1) -> None:
+    def __init__(self, path: Path, rank: int, generation: int = 1) -> None:
         self.rank = rank
         self.watcher = Watcher()
         self.group = GlooCommunicator("world", self.watcher)
         timeouts = timedelta(seconds=DEADLINE_S), timedelta(hours=1)
-        self.group.connect(file_store(path, generation), rank, membership.world_size, *timeouts)
+        self.group.connect(file_store(path, generation), rank, APART.world_size, *timeouts)
         self.file = SnapshotFile(snapshotfile.create("test"))
         self.errors: list[str] = []
         self.moments: list[SnapshotMoment] = []
@@ -42,7 +42,7 @@ class Rank:
             lambda error: self.errors.append(str(error)),
             lambda moment, *_rest: self.moments.append(moment),
         )
-        self.copies.resumed(rank, membership, None, generation)
+        self.copies.resumed(rank, APART, None)
 
     def take(self, step: int, content: bytes) -> WholeSnapshot:
         """A snapshot of this rank's is whole."""
@@ -97,7 +97,7 @@ def sending_again(rank: int, num_ranks: int, path: Path) -> tuple[int, object]:
         num_chunks += 1
         return chunks(*arguments)  # type: ignore[arg-type]  # passed on
 
-    mine.copies.resumed(rank, APART, 4, 2)  # waits for what is under way
+    mine.copies.resumed(rank, APART, 4)  # waits for what is under way
     module._chunks = counting  # type: ignore[assignment]  # in this process only
     mine.copies.hand_out()
     held = mine.file.find(rank, 4)
@@ -112,56 +112,51 @@ def test_what_the_buddy_has_is_not_sent_again(tmp_path: Path) -> None:
     assert run_ranks(2, sending_again, tmp_path) == [(0, ((1, (4,)),)), (0, ((0, (4,)),))]
 
 
-def sending_without_memory(rank: int, num_ranks: int, path: Path) -> tuple[str, object]:
+def being_refused(rank: int, num_ranks: int, path: Path, generation: int) -> tuple[list[SnapshotMoment], str, object]:
+    """The node of rank 1 has no memory for the copies of steps 4 and 5, and has it for that of step 6."""
+    mine = Rank(path, rank, generation)
+    free = [100, 100]
+    if rank == 1:
+        module.free_bytes = lambda: free.pop() if free else 1 << 40
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        for step in (4, 5, 6):
+            mine.double(step, content_of(rank, step))
+            meet(path, num_ranks, f"copied {step}")
+    assert mine.errors == []
+    return mine.moments, told.getvalue(), mine.copies.held()
+
+
+@pytest.mark.parametrize("generation", [1, 2], ids=["at the start", "after a recovery"])
+def test_a_rank_goes_on_with_one_copy_where_its_buddys_node_has_no_memory(tmp_path: Path, generation: int) -> None:
+    (moments, told, held), buddys = run_ranks(2, being_refused, tmp_path, generation)
+    assert moments == [SnapshotMoment.REFUSED, SnapshotMoment.REFUSED, SnapshotMoment.DOUBLED]
+    warning, then = told.splitlines()
+    assert warning.startswith(
+        "keepstep: the snapshots of rank 0 have one copy only: node 'n1', where rank 1 would keep the second one, has "
+        "no memory for it (2 x 12.6 MB). Training goes on. If this rank's own node is lost, the job goes back to a "
+    )
+    assert then == "keepstep: the snapshots of rank 0 have a second copy again: rank 1 keeps it"
+    assert held == ((1, (5, 6)),)
+    assert buddys == ([], "", ((0, (6,)),))
+
+
+def asking_another_node(rank: int, num_ranks: int, path: Path) -> tuple[str, object]:
+    """After a recovery the buddy is on another node, which has no memory either; then again on the same node."""
     mine = Rank(path, rank)
     if rank == 1:
         module.free_bytes = lambda: 100
-    error = ""
-    try:
-        mine.double(4, b"x" * 10_000)
-    except ConfigurationError as refusal:
-        error = str(refusal)
-    meet(path, num_ranks, "sent")
-    return error, mine.copies.held()
-
-
-def test_a_node_without_memory_for_it_is_named(tmp_path: Path) -> None:
-    (error, held), (none, theirs) = run_ranks(2, sending_without_memory, tmp_path)
-    assert error.startswith("the node of rank 1 has no memory for second copies of rank 0's snapshots")
-    assert (none, theirs, held) == ("", (), ((1, (4,)),))
-
-
-THREE = Membership.of(Member(rank, f"n{rank}", str(rank)) for rank in range(3))
-
-
-def being_refused(rank: int, num_ranks: int, path: Path) -> tuple[object, object, list[SnapshotMoment], list[str]]:
-    """The node of rank 1, which keeps rank 0's, has no memory more; behind the barrier rank 2 keeps them."""
-    mine = Rank(path, rank, THREE, generation=2)
-    if rank == 1:
-        module.free_bytes = lambda: 0
     with contextlib.redirect_stderr(io.StringIO()) as told:
-        for step in (4, 5):
+        for step, node in ((4, "n1"), (5, "n2"), (6, "n2")):
+            mine.copies.resumed(rank, Membership.of([Member(0, "n0", "0"), Member(1, node, "1")]), None)
             mine.double(step, content_of(rank, step))
-            meet(path, num_ranks, f"refused {step}")
-        before = mine.copies.held()
-        assert mine.copies.contribution() == (1 if rank == 0 else 0)
-        mine.copies.reduced(1)
-        mine.double(6, content_of(rank, 6))
-        meet(path, num_ranks, "sent")
-    assert mine.copies.contribution() == 0
-    assert mine.errors == []
-    return before, mine.copies.held(), mine.moments, told.getvalue().splitlines()
+            meet(path, num_ranks, f"copied {step}")
+    return told.getvalue(), mine.copies.held()
 
 
-def test_where_a_node_has_no_memory_another_one_keeps_the_second_copy(tmp_path: Path) -> None:
-    (before, after, moments, told), second, third = run_ranks(3, being_refused, tmp_path)
-    assert (before, after) == (((2, (4, 5)),), ((2, (5, 6)),))
-    assert moments == [SnapshotMoment.REFUSED, SnapshotMoment.REFUSED, SnapshotMoment.DOUBLED]
-    assert len(told) == 2, "each once"
-    assert told[0].startswith("keepstep: snapshots of rank 0: they have no second copy, for the node of rank 1 has no")
-    assert told[1] == "keepstep: snapshots of rank 0: rank 2 keeps a second copy of them"
-    assert second == ((), (), [], [])
-    assert third == (((1, (4, 5)),), ((0, (6,)), (1, (5, 6))), [], [])
+def test_each_node_without_memory_is_named_once(tmp_path: Path) -> None:
+    (told, _held), buddys = run_ranks(2, asking_another_node, tmp_path)
+    assert [re.findall(r"one copy only: node '(\w+)'", line) for line in told.splitlines()] == [["n1"], ["n2"]]
+    assert buddys == ("", ())
 
 
 def sending_what_changes(rank: int, num_ranks: int, path: Path) -> tuple[list[str], object]:
@@ -198,7 +193,7 @@ def being_interrupted(rank: int, _num_ranks: int, path: Path) -> tuple[object, o
     before = mine.copies.held()
     again = Rank(path, rank, generation=2)
     mine.group, mine.copies._group_of_generation = again.group, lambda: again.group.background
-    mine.copies.resumed(rank, APART, 1, 2)
+    mine.copies.resumed(rank, APART, 1)
     mine.double(7, content_of(rank, 7))
     meet(path, 2, "copied")
     return before, mine.copies.held(), [each for each in mine.errors if "damaged" in each]
@@ -220,6 +215,6 @@ def test_what_is_of_former_wards_goes_when_all_have_their_snapshots_again(kept_s
         file.seal(WholeSnapshot(slot, rank, 5, 3, xxhash.xxh3_128_digest(b"abc")))
         file.leave(slot)
     copies = SecondCopies(file, lambda: None, lambda error: None)
-    copies.resumed(0, APART, kept_step, 2)
+    copies.resumed(0, APART, kept_step)
     copies.passed_barrier()
     assert copies.held() == (((1, (5,)), (2, (5,))) if kept_step is None else ((1, (5,)),))

@@ -52,7 +52,7 @@ class Rank:
         self.state = ProtectedState({"model": self.model, "optimizer": self.optimizer, "own": self.own})
         self.state.knows_written = True
         self.snapshots = snapshots_of(self.state, descriptor, every, on_moment)
-        self.snapshots.resumed(0, RANK, LONE, None, 1)
+        self.snapshots.resumed(0, RANK, LONE, None)
         self.contents: dict[int, Any] = {}
         """At each step that was handed out."""
 
@@ -101,7 +101,7 @@ def test_a_replacement_gets_what_the_former_process_has_left(memory: int) -> Non
     assert replacement.snapshots.steps(RANK) == (2, 4)
     assert replacement.snapshots.load(RANK, 4)
     assert content(replacement.state) == former.contents[4]
-    replacement.snapshots.resumed(4, RANK, LONE, None, 2)
+    replacement.snapshots.resumed(4, RANK, LONE, None)
     replacement.step(4)
     assert replacement.snapshots.steps(RANK) == (2, 4)
     replacement.snapshots.passed_barrier()
@@ -136,7 +136,7 @@ def test_what_lies_behind_the_step_at_which_all_resume_counts_no_more(memory: in
     for step in range(3):
         rank.step(step)
     rank.snapshots.load(RANK, 1)
-    rank.snapshots.resumed(1, RANK, LONE, None, 2)
+    rank.snapshots.resumed(1, RANK, LONE, None)
     assert rank.snapshots.steps(RANK) == (1,)
     assert not rank.snapshots.load(RANK, 2)
 

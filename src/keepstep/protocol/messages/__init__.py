@@ -45,6 +45,7 @@ from keepstep.protocol.messages.orders import (
     Transfer,
 )
 from keepstep.protocol.messages.reports import (
+    AT_ONCE,
     MAX_STORE_VALUE_BYTES,
     STORE_OPERATIONS_THAT_WAIT,
     CheckpointWritten,
@@ -85,6 +86,7 @@ from keepstep.protocol.messages.reports import (
 )
 
 __all__ = [
+    "AT_ONCE",
     "MAX_STORE_VALUE_BYTES",
     "STORE_OPERATIONS_THAT_WAIT",
     "Abandon",

@@ -147,6 +147,8 @@ class StateRescued(Message, frozen=True):
 
 STORE_OPERATIONS_THAT_WAIT = frozenset({"job_get", "job_wait"})
 """Operations of the job's store that are answered only when their keys exist."""
+AT_ONCE = b"at once"
+"""The value of such an operation that must not wait: if a key is missing, the answer is an error."""
 MAX_STORE_VALUE_BYTES = 8 << 20
 """Limit of one value in the job's store. A message has at most 16 MiB, and must hold the value."""
 

@@ -51,8 +51,6 @@ class SimulatedNode:
         """worker -> the orders for its process, which does not exist yet."""
         self.closed: set[int] = set()
         """The devices that are sick. They stay so."""
-        self.has_room = True
-        """Whether there is memory for second copies of snapshots that overwrite no older one."""
         self.clock_jump_s = 0.0
         self._incarnation = 0
         self._wake_s = 0.0
@@ -98,10 +96,6 @@ class SimulatedNode:
         for worker in list(self.workers.values()):
             worker.memory.is_lost = True
             worker.die(Cause.SIGNAL, "lost with its node")
-
-    def find_room(self) -> None:
-        """Makes memory for second copies available again."""
-        self.has_room = True
 
     def drain(self) -> None:
         """Drains the node, as after SIGTERM to the agent."""

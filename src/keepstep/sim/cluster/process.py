@@ -33,7 +33,6 @@ class Host(Protocol):
 
     name: str
     is_up: bool
-    has_room: bool
 
     @property
     def is_read(self) -> bool:
@@ -242,15 +241,6 @@ class SimulatedProcess(ABC):
         """Handles the completion of a second copy."""
         if self.snapshots.doubled(snapshot.step):
             self._is_copied()
-
-    @held_while_stopped
-    def second_copy_refused(self, snapshot: Snapshot) -> None:
-        """Handles the refusal of a second copy, because the buddy's node has no room."""
-        self.world.oracle.snapshots.refused(self, snapshot)
-        if self.snapshots.refused(snapshot.step):
-            self._is_copied()
-        else:
-            self.raise_error("ConfigurationError: no memory for second copies of snapshots", fatal=True)
 
     def rewind(self, step: int) -> tuple[Rows, bool]:
         """Loads the snapshot or checkpoint of a step. Returns its table of rows, and whether it is a checkpoint."""

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 
 from keepstep.protocol.messages import SnapshotsByRank
-from keepstep.protocol.snapshots import NUM_KEPT, SecondCopyPlan, SnapshotSchedule, outdated, slot_to_replace
+from keepstep.protocol.snapshots import SnapshotSchedule, buddy_and_wards, outdated, slot_to_replace
 from keepstep.protocol.worker import WorkerMachine
 from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.sim.cluster.values import History, Rows
@@ -57,10 +57,6 @@ class SimulatedMemory:
         """Returns a rank's snapshot of a step; None if there is none."""
         return next((each for each in self._slots.values() if each and (each.rank, each.step) == (rank, step)), None)
 
-    def has_slot(self, rank: int) -> bool:
-        """Returns whether the next snapshot of a rank overwrites an older one of it, and so needs no more memory."""
-        return len(self.steps(rank)) >= NUM_KEPT
-
     def open(self, rank: int, kept_step: int | None) -> int:
         """Opens a slot for a new snapshot of a rank, and returns its number.
 
@@ -89,7 +85,8 @@ class SimulatedSnapshots:
         self._memory = memory
         self._on_moment = on_moment
         self._schedule = SnapshotSchedule(every)
-        self.plan = SecondCopyPlan()
+        self.buddy: int | None = None
+        self._wards: tuple[int, ...] = ()
         self._copy: tuple[int, int, Snapshot] | None = None
         """(number, slot, snapshot) of the copy in progress."""
         self._num_copies = 0
@@ -166,43 +163,30 @@ class SimulatedSnapshots:
         self.unsent = None
         self._schedule.resumed(step, machine.membership)
         assert machine.rank is not None
-        self.plan.resumed(machine.rank, machine.membership if self._schedule.every else None, machine.generation)
+        self.buddy, self._wards = None, ()
+        if self._schedule.every and machine.membership is not None:
+            self.buddy, self._wards = buddy_and_wards(machine.membership, machine.rank)
 
     def doubled(self, step: int) -> bool:
         """Handles the completion of a second copy. Returns whether the process has waited for it."""
         if self.unsent != step:
             return False
         self.unsent = None
-        if self.plan.lacks_room:
-            self._on_moment(SnapshotMoment.DOUBLED, step)
-        self.plan.doubled()
         return True
 
-    def refused(self, step: int) -> bool:
-        """Handles the refusal of a second copy. Returns whether the job continues without it."""
-        self.unsent = None
-        self._on_moment(SnapshotMoment.REFUSED, step)
-        return self.plan.refused()
-
-    def contribution(self, step: int) -> int:
-        """Returns the process's number in the gradient barrier of a step."""
-        return self.plan.contribution() if self._schedule.is_second_copy_due(step) else 0
-
-    def passed_barrier(self, rank: int | None, heard: int) -> None:
+    def passed_barrier(self, rank: int | None) -> None:
         """Handles the end of a gradient barrier: all ranks have snapshots again.
 
         Args:
             rank: the rank of this process.
-            heard: the greatest contribution of all ranks.
         """
         self._inherited.clear()
         if self.kept_step is not None:
             self.kept_step = None
-            guarded = {rank, *self.plan.wards}
+            guarded = {rank, *self._wards}
             for slot, (whose, _step) in self._memory.held.items():
                 if whose not in guarded:
                     self._memory.discard(slot)
-        self.plan.reduced(heard)
 
     def is_due(self, step: int) -> bool:
         """Returns whether every rank that is synced in a step has a snapshot of it."""

@@ -94,7 +94,7 @@ class SimulatedSecondCopies:
 
     def send(self, sender: SimulatedProcess, snapshot: Snapshot) -> None:
         """Begins to send a snapshot to the rank's buddy."""
-        membership, buddy = sender.machine.membership, sender.snapshots.plan.buddy
+        membership, buddy = sender.machine.membership, sender.snapshots.buddy
         if buddy is None or membership is None:
             return
         sender.snapshots.unsent = snapshot.step
@@ -107,17 +107,15 @@ class SimulatedSecondCopies:
             return
         sender.groups.begin_second_copy()
         receiver.groups.begin_second_copy()
-        slot = None
-        if receiver.node.has_room or receiver.memory.has_slot(snapshot.rank):
-            before = receiver.memory.whole
-            slot = receiver.memory.open(snapshot.rank, sender.snapshots.kept_step)
-            self._world.oracle.snapshots.written_over(receiver, before)
+        before = receiver.memory.whole
+        slot = receiver.memory.open(snapshot.rank, sender.snapshots.kept_step)
+        self._world.oracle.snapshots.written_over(receiver, before)
         key = (sender.process, receiver.process, sender.machine.generation, slot)
         delay_s = self._world.draw(self._world.layout.durations.second_copy_s)
         self._world.schedule.after(delay_s, Event("second_copies", "arrive", (*key, snapshot)))
 
-    def arrive(self, sender: int, receiver: int, generation: int, slot: int | None, snapshot: Snapshot) -> None:
-        """Completes a second copy, unless it was interrupted. Without a slot, delivers the refusal."""
+    def arrive(self, sender: int, receiver: int, generation: int, slot: int, snapshot: Snapshot) -> None:
+        """Completes a second copy, unless it was interrupted."""
         source, target = self._world.workers.get(sender), self._world.workers.get(receiver)
         assert target is not None
         assert source is not None
@@ -129,13 +127,9 @@ class SimulatedSecondCopies:
             each.is_alive and each.machine.generation == generation and not each.machine.interrupted
             for each in (source, target)
         )
-        if slot is None:
-            if is_connected:
-                source.second_copy_refused(snapshot)
-            return
         if not is_connected:
             target.memory.discard(slot)
             return
         target.memory.seal(slot, snapshot)
-        self._world.oracle.snapshots.doubled(target, source, snapshot)
+        self._world.oracle.snapshots.complete(target, snapshot)
         source.second_copy_there(snapshot)

@@ -389,8 +389,7 @@ class SimulatedWorker(SimulatedProcess):
 
     def _enter(self, step: int, what: str) -> None:
         self._entered = step, what
-        value = self.snapshots.contribution(step) if what == "barrier" else self.local.value
-        self.groups.enter_world(step, what, value)
+        self.groups.enter_world(step, what, self.local.value)
 
     def wait_in(self, key: Key) -> None:
         """Makes the training thread wait in a collective."""
@@ -414,7 +413,7 @@ class SimulatedWorker(SimulatedProcess):
             self.local.gathered(rows)
             self._built()
         elif what == "barrier":
-            self.go() if machine.interrupted else self._update(max(rows))
+            self.go() if machine.interrupted else self._update()
         elif what == "reduce":
             self._complete()
         elif machine.interrupted or machine.used_echo:
@@ -468,10 +467,10 @@ class SimulatedWorker(SimulatedProcess):
         if self.in_collective is not None:
             self._interrupt()
 
-    def _update(self, heard: int = 0) -> None:
-        """Begins the update, after the gradient barrier or by order. ``heard``: the barrier's greatest number."""
+    def _update(self) -> None:
+        """Begins the update, after the gradient barrier or by order."""
         self.world.oracle.commits(self, self.machine.steps.step)
-        self.snapshots.passed_barrier(self.machine.rank, heard)
+        self.snapshots.passed_barrier(self.machine.rank)
         self.machine.steps.advance(StepEvent.BARRIER_LEFT)
         self._show()
         follows = Activity.REDUCE if self.world.layout.reduces_after_update else Activity.COMPLETE

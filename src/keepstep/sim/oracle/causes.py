@@ -18,7 +18,7 @@ REPEATED_EVERY_S = {"cut data": 2.0, "cut off": 2.0} | dict.fromkeys(
 If ranks cannot reach each other, they wait past the deadline in each next collective. If orders are late, a rank waits
 in vain for the others of its generation, for `keepstep.sim.cluster.worker.CONNECT_DEADLINE_S`.
 """
-HARMLESS = frozenset({"stale report", "connection break", "clock jump", "relay crash", "relay pause", "no room"})
+HARMLESS = frozenset({"stale report", "connection break", "clock jump", "relay crash", "relay pause"})
 """Faults that must not cause a recovery. The eviction of a node that was silent is a separate cause."""
 
 

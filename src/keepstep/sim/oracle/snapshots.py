@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import TYPE_CHECKING
 
-from keepstep.protocol.snapshots import START_COPIES
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 if TYPE_CHECKING:
@@ -27,37 +25,15 @@ class SnapshotWatch:
         after the resume step are removed."""
         self._last_left: tuple[int | None, int] | None = None
         """(cohort, step) of the gradient barrier that a process has left last."""
-        self._num_doubled: Counter[int] = Counter()
-        """process -> number of second copies of its snapshots."""
-        self._refused: set[int] = set()
-        """Ranks whose newest snapshot has no second copy, because their buddy's node had no room."""
-        self._num_exposed = 0
-        """Number of consecutive steps in which such a rank lacks a second copy although another node has room."""
 
     def taken(self, worker: SimulatedProcess, snapshot: Snapshot) -> None:
-        """Checks a snapshot that a process has completed."""
-        self._check(worker, snapshot)
+        """Checks a snapshot that a process has taken."""
+        self.complete(worker, snapshot)
         if snapshot.rank != worker.machine.rank:
             raise ViolationError(Check.SNAPSHOT, f"{worker} takes a snapshot as rank {snapshot.rank}")
 
-    def doubled(self, buddy: SimulatedProcess, source: SimulatedProcess, snapshot: Snapshot) -> None:
-        """Checks a second copy that a buddy has completed."""
-        self._check(buddy, snapshot)
-        self._num_doubled[source.process] += 1
-        self._refused.discard(snapshot.rank)
-
-    def refused(self, source: SimulatedProcess, snapshot: Snapshot) -> None:
-        """Records that a node had no room for a second copy. A job that has just begun may end because of this.
-
-        The agent may report the death of the process before the process's own report of the reason arrives. Then a
-        recovery begins, and the report ends it with the job.
-        """
-        self._refused.add(snapshot.rank)
-        if len(self._world.oracle.cohorts) == 1 and self._num_doubled[source.process] < START_COPIES:
-            self._world.oracle.excuses("no room for a second copy at the start")
-            self._world.oracle.causes.add(f"no room for a second copy of process {source.process}")
-
-    def _check(self, worker: SimulatedProcess, snapshot: Snapshot) -> None:
+    def complete(self, worker: SimulatedProcess, snapshot: Snapshot) -> None:
+        """Checks a snapshot that is complete in a process's memory: its own, or a second copy."""
         is_right = snapshot.parameters == tuple(range(snapshot.step))
         if not is_right or snapshot.shard != self._world.shard_of(snapshot.rank):
             raise ViolationError(Check.SNAPSHOT, f"{worker} has {snapshot}")
@@ -93,24 +69,8 @@ class SnapshotWatch:
         self._last_left = (worker.cohort, step)
         survivable, nodes = self._survivable(worker), self._nodes()
         vital = nodes - survivable if survivable and len(nodes) > 1 else set()
-        if vital - self._exposed():
+        if vital:
             raise ViolationError(Check.SNAPSHOT, f"the loss of {vital} in step {step} would leave no snapshot")
-        has_room = any(self._world.nodes[node].has_room for node in nodes - vital)
-        self._num_exposed = self._num_exposed + 1 if vital and has_room else 0
-        if self._num_exposed > self._most_exposed():
-            raise ViolationError(
-                Check.SNAPSHOT, f"for {self._num_exposed} steps {vital} alone have snapshots, and others have room"
-            )
-
-    def _exposed(self) -> set[str | None]:
-        """Returns the nodes of the ranks whose newest snapshot was refused by their buddy's node."""
-        return {each.node.name for each in self._world.rank_holders() if each.machine.rank in self._refused}
-
-    def _most_exposed(self) -> int:
-        """Returns for how many steps ranks may lack a second copy although there is room: until each rank has asked
-        each node once, one rank after the other, with one snapshot each."""
-        layout = self._world.layout
-        return layout.snapshot_every * (layout.world_size * len(layout.nodes) + 2)
 
     def written_over(self, worker: SimulatedProcess, before: list[Snapshot]) -> None:
         """Checks that an overwritten snapshot is not needed to survive the loss of a node.
@@ -122,7 +82,7 @@ class SnapshotWatch:
         gone = [each for each in before if not any(each is other for other in worker.memory.whole)]
         if not gone or (after := self._survivable(worker)) == {None, *self._nodes()}:
             return
-        if vital := self._survivable(worker, gone) - after - self._exposed():
+        if vital := self._survivable(worker, gone) - after:
             raise ViolationError(Check.SNAPSHOT, f"{worker} writes over a snapshot that the loss of {vital} would need")
 
     def _nodes(self) -> set[str]:

@@ -22,10 +22,9 @@ import torch
 import xxhash
 from torch import distributed as dist
 
-from keepstep.errors import ConfigurationError
 from keepstep.freememory import free_bytes
 from keepstep.protocol.messages import Membership, SnapshotsByRank
-from keepstep.protocol.snapshots import SecondCopyPlan
+from keepstep.protocol.snapshots import buddy_and_wards
 from keepstep.shared.snapshotfile import SnapshotFile, WholeSnapshot, steps_by_rank
 from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.weights.channels.group import Carrier
@@ -85,32 +84,30 @@ class SecondCopies:
         file: this worker's snapshot memory.
         group: returns the carrier of the copies in the current generation; None if the world group is down.
         failed: called with the error of a transfer, from any thread.
-        on_moment: called for each copy that a buddy's node had no room for, and for the first one that it had room for
-            again.
+        on_moment: called for each copy that the buddy's node had no memory for, and for the first complete one after
+            that.
         """
         self._file = file
         self._group_of_generation = group
         self._failed = failed
         self._on_moment = on_moment or ignore_moment
-        self._plan = SecondCopyPlan()
         self._rank = -1
+        self._buddy: int | None = None
+        self._buddys_node = ""
+        self._wards: tuple[int, ...] = ()
+        """The ranks whose buddy this rank is."""
         self._group: Carrier | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._sending: Future[SecondCopySent] | None = None
-        self._has_told = False
-        """Whether it has printed that this rank's snapshots have no second copy."""
+        self._refused_by: str | None = None
+        """The node that had no memory for this rank's newest second copy; None if the buddy has the copy."""
         self.kept_step: int | None = None
         """Step of the snapshot that must stay until all ranks have one of the resume step."""
 
     @property
     def has_buddy(self) -> bool:
         """Whether another rank keeps this rank's snapshots."""
-        return self._plan.buddy is not None
-
-    @property
-    def are_kept(self) -> bool:
-        """Whether any rank keeps second copies. The value is the same on all ranks."""
-        return bool(self._plan.buddies)
+        return self._buddy is not None
 
     def held(self) -> SnapshotsByRank:
         """The snapshots of other ranks that this worker keeps."""
@@ -118,50 +115,38 @@ class SecondCopies:
 
     # ---- from generation to generation ------------------------------------------------------------------------------
 
-    def resumed(self, rank: int, membership: Membership | None, kept_step: int | None, generation: int) -> None:
+    def resumed(self, rank: int, membership: Membership | None, kept_step: int | None) -> None:
         """Plans the copies of a generation, whose ranks stand at the resume step. Earlier transfers have ended.
 
         Args:
             rank: this rank.
             membership: membership of the generation; None if no snapshots are taken.
             kept_step: see `keepstep.protocol.messages.Recover`.
-            generation: number of the generation.
         """
-        self._plan.resumed(rank, membership, generation)
-        self._rank, self.kept_step, self._sending = rank, kept_step, None
-        self._employ()
-
-    def _employ(self) -> None:
-        """Starts threads for this rank's transfers. Earlier transfers have ended."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
-        if self.has_buddy or self._plan.wards:
+        self._rank, self.kept_step, self._sending = rank, kept_step, None
+        self._buddy, self._wards = (None, ()) if membership is None else buddy_and_wards(membership, rank)
+        if membership is not None and self._buddy is not None:
+            self._buddys_node = membership.member(self._buddy).node
+        if self.has_buddy or self._wards:
             self._group = self._group_of_generation()
-            self._threads = ThreadPoolExecutor(1 + len(self._plan.wards), "keepstep-second-copy")
-
-    def contribution(self) -> int:
-        """Returns this rank's number for a gradient barrier in which second copies are due; see `SecondCopyPlan`."""
-        return self._plan.contribution()
-
-    def reduced(self, number: int) -> None:
-        """Uses the maximum of all ranks' numbers. No transfer may be in progress."""
-        if self._plan.reduced(number):
-            self._employ()
+            self._threads = ThreadPoolExecutor(1 + len(self._wards), "keepstep-second-copy")
 
     def passed_barrier(self) -> None:
         """Discards the snapshots of former wards: all ranks have both copies of their snapshot of the resume step."""
         if self.kept_step is not None:
             self.kept_step = None
             for each in self._file.whole:
-                if each.rank != self._rank and each.rank not in self._plan.wards:
+                if each.rank != self._rank and each.rank not in self._wards:
                     self._file.discard(each.slot)
 
     # ---- from snapshot to snapshot ----------------------------------------------------------------------------------
 
     def hand_out(self) -> None:
         """Begins to receive the wards' copies: all ranks take a snapshot of the yielded step."""
-        for ward in self._plan.wards:
+        for ward in self._wards:
             if self._threads is not None and self._group is not None:
                 self._threads.submit(self._receive, self._group, ward)
 
@@ -175,9 +160,6 @@ class SecondCopies:
 
         Returns:
             seconds that the transfer took; None if no copy was sent.
-
-        Raises:
-            ConfigurationError: the job has just begun, and the buddy's node has no memory for the copy.
         """
         sending, self._sending = self._sending, None
         if sending is None:
@@ -186,33 +168,30 @@ class SecondCopies:
         if sent.answer is Answer.NO_MEMORY:
             self._refused(sent.snapshot)
             return None
-        if sent.answer is Answer.WHOLE:
-            self._plan.doubled()
-            if self._has_told:
-                keeps = f"rank {self._plan.buddy} keeps a second copy of them"
-                self._tell(SnapshotMoment.DOUBLED, sent.snapshot, keeps)
-                self._has_told = False
+        if sent.answer is Answer.WHOLE and self._refused_by is not None:
+            self._refused_by = None
+            self._show(SnapshotMoment.DOUBLED, sent.snapshot)
+            self._print(f"have a second copy again: rank {self._buddy} keeps it")
         return sent.sending_s
 
     def _refused(self, snapshot: WholeSnapshot) -> None:
-        buddy, size = self._plan.buddy, f"2 x {snapshot.num_bytes / 1e6:.0f} MB"
-        if not self._plan.refused():
-            raise ConfigurationError(
-                f"the node of rank {buddy} has no memory for second copies of rank {self._rank}'s snapshots "
-                f'({size}): give the job more, or protect(snapshot_every="off")'
-            )
-        self._tell(
-            SnapshotMoment.REFUSED,
-            snapshot,
-            f"they have no second copy, for the node of rank {buddy} has no memory for one ({size}): if this rank's "
-            "node is lost they are, too; the job goes on, and each snapshot asks again",
+        self._show(SnapshotMoment.REFUSED, snapshot)
+        if self._refused_by == self._buddys_node:
+            return  # it was reported
+        self._refused_by = self._buddys_node
+        self._print(
+            f"have one copy only: node {self._buddys_node!r}, where rank {self._buddy} would keep the second one, has "
+            f"no memory for it (2 x {snapshot.num_bytes / 1e6:.3g} MB). Training goes on. If this rank's own node is "
+            "lost, the job goes back to a checkpoint or, without one, ends with exit code 75. Free memory on "
+            f"{self._buddys_node!r} (keepstep asks again with each snapshot), or write checkpoints "
+            "(protect(checkpoint_dir=...))"
         )
-        self._has_told = True
 
-    def _tell(self, moment: SnapshotMoment, snapshot: WholeSnapshot, what: str) -> None:
+    def _show(self, moment: SnapshotMoment, snapshot: WholeSnapshot) -> None:
         self._on_moment(moment, snapshot.step, snapshot.num_bytes, time.monotonic_ns())
-        if moment is SnapshotMoment.DOUBLED or not self._has_told:
-            print(f"keepstep: snapshots of rank {self._rank}: {what}", file=sys.stderr, flush=True)
+
+    def _print(self, what: str) -> None:
+        print(f"keepstep: the snapshots of rank {self._rank} {what}", file=sys.stderr, flush=True)
 
     # ---- the two sides ----------------------------------------------------------------------------------------------
 
@@ -225,7 +204,7 @@ class SecondCopies:
         return SecondCopySent(snapshot, time.monotonic() - begun_s, answer)
 
     def _give(self, group: Carrier, snapshot: WholeSnapshot) -> Answer:
-        buddy = self._plan.buddy
+        buddy = self._buddy
         assert buddy is not None
         kept = -1 if self.kept_step is None else self.kept_step
         header = _HEADER.pack(snapshot.step, snapshot.num_bytes, kept, snapshot.digest)

@@ -256,9 +256,6 @@ class Snapshots:
         Args:
             step: the current step.
             set_waiting: called before and after a wait for a copy, so that the agent does not take the rank for hung.
-
-        Raises:
-            ConfigurationError: the job has just begun, and the buddy's node has no memory for its second copy.
         """
         if self._copy is not None and self._running is not None:
             begun_s = time.monotonic()
@@ -292,19 +289,6 @@ class Snapshots:
     def agreed(self, every: int) -> None:
         """Sets the steps between two snapshots to the maximum of all ranks' proposals."""
         self._schedule.agreed(every)
-
-    def complaint(self, step: int) -> int | None:
-        """Returns this rank's number, in the gradient barrier of ``step``, about a missing second copy.
-
-        None: it is not due in this step. See `keepstep.protocol.snapshots.SecondCopyPlan`.
-        """
-        return (
-            self._copies.contribution() if self._copies.are_kept and self._schedule.is_second_copy_due(step) else None
-        )
-
-    def reduced(self, complaint: int) -> None:
-        """Uses the maximum of all ranks' complaints."""
-        self._copies.reduced(complaint)
 
     @property
     def every(self) -> int | None:
@@ -388,9 +372,7 @@ class Snapshots:
         self._side.mark({tensor.device for tensor in tensors})()  # waits: the memory is about to be unmapped
         finish(self._state, header, host_tensors)
 
-    def resumed(
-        self, step: int, rank: int, membership: Membership | None, kept_step: int | None, generation: int
-    ) -> None:
+    def resumed(self, step: int, rank: int, membership: Membership | None, kept_step: int | None) -> None:
         """Begins a generation at the resume step. Discards snapshots of later steps.
 
         Args:
@@ -398,7 +380,6 @@ class Snapshots:
             rank: the rank of this worker.
             membership: membership of the generation.
             kept_step: see `keepstep.protocol.messages.Recover`.
-            generation: number of the generation.
         """
         self._cancel()
         self._cost.interrupted()
@@ -407,7 +388,7 @@ class Snapshots:
             self._file.discard(slot)
         self._inherited = {key: file for key, file in self._inherited.items() if key[1] <= step}
         self._schedule.resumed(step, membership)
-        self._copies.resumed(rank, membership if self._schedule.every != 0 else None, kept_step, generation)
+        self._copies.resumed(rank, membership if self._schedule.every != 0 else None, kept_step)
 
     def passed_barrier(self) -> None:
         """Drops inherited snapshots: with complete gradients, every rank has its snapshot of the resume step."""
