@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -82,9 +83,9 @@ def test_every_position_sees_every_sample_about_equally_often(n: int) -> None:
     assert abs(chi_square - (n - 1) ** 2) < 6 * 2**0.5 * (n - 1)
 
 
-@pytest.mark.parametrize("positions", [[-1], [10], [0, 5, 11]])
-def test_permutation_refuses_positions_outside(positions: list[int]) -> None:
-    with pytest.raises(ConfigurationError, match=r"\[0, 10\)"):
+@pytest.mark.parametrize(("positions", "misplaced"), [([-1], -1), ([10], 10), ([0, 5, 11], 11), (-2, -2)])
+def test_permutation_refuses_positions_outside(positions: npt.ArrayLike, misplaced: int) -> None:
+    with pytest.raises(ConfigurationError, match=rf"positions must lie in \[0, 10\), and {misplaced} does not"):
         permute(positions, 10)
 
 

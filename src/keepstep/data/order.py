@@ -40,8 +40,8 @@ def permute(positions: npt.ArrayLike, num_samples: int, *, seed: int = 0, epoch:
     """
     num_samples = whole("num_samples", num_samples, 1, 2**63 - 1)
     given = np.asarray(positions, dtype=np.int64)
-    if given.size and (given.min() < 0 or given.max() >= num_samples):
-        raise ConfigurationError(f"positions must lie in [0, {num_samples}), not {given.min()} to {given.max()}")
+    if (misplaced := given[(given < 0) | (given >= num_samples)]).size:
+        raise ConfigurationError(f"positions must lie in [0, {num_samples}), and {misplaced[0]} does not")
     keys = _round_keys(seed, epoch)
     # The square is at most 2 * sqrt(num_samples) larger than the range, so a second turn is rare.
     side = np.uint64(isqrt(num_samples - 1) + 1)
