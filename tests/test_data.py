@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from keepstep.data import StepLoader, StepSampler, permute
 from keepstep.errors import ConfigurationError, PeerLost
@@ -137,6 +138,29 @@ def test_without_shuffle_the_order_is_that_of_the_dataset() -> None:
     assert [global_batch(sampler, step) for step in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
 
 
+def test_an_epoch_is_iterated_by_rank(group_of_two: int) -> None:
+    sampler = StepSampler(10, 2, 2, seed=1)
+    assert len(sampler) == sampler.steps_per_epoch == 2
+    for epoch in (0, 3):
+        sampler.set_epoch(epoch)
+        assert [*sampler] == [sampler.indices(2 * epoch + place, group_of_two).tolist() for place in range(2)]
+    alone = StepSampler(10, 2, 1, shuffle=False)
+    assert [*alone] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+@pytest.fixture
+def group_of_two() -> Iterator[int]:
+    """The rank of this process in a group of two that does not communicate."""
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield 1
+    torch.distributed.destroy_process_group()
+
+
+def test_it_is_not_iterated_where_the_rank_does_not_tell_the_samples() -> None:
+    with pytest.raises(ConfigurationError, match=r"among 2, and the job has 1 ranks: read .* session\.batches\(\)"):
+        next(iter(StepSampler(10, 2, 2)))
+
+
 def test_epochs_and_seeds_have_their_own_order() -> None:
     orders = [global_batch(StepSampler(64, 64, 1, seed=seed), epoch) for seed in range(3) for epoch in range(3)]
     assert len({tuple(order) for order in orders}) == 9
@@ -185,8 +209,6 @@ def test_bad_sizes_are_refused(arguments: tuple[int, int, int], message: str) ->
 def test_bad_questions_are_refused(step: int, rank: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         StepSampler(10, 2, 2).indices(step, rank)
-    with pytest.raises(ConfigurationError, match=message):
-        StepLoader(Squares(10), 2, 2).batch(step, rank)
 
 
 # ---- The loader -----------------------------------------------------------------------------------------------------
