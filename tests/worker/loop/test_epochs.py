@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.worker.loop.test_stream import Numbers
 from tests.worker.ranks import run_ranks
 from tests.worker.single import Training
 from torch.utils.data import DataLoader, TensorDataset
@@ -174,6 +175,38 @@ def test_a_length_in_steps_reads_the_loader_as_often_as_it_takes() -> None:
     ((again, digest_again),) = run_ranks(1, by_steps, STEPS + 1)
     assert again == [*places, (1, 1)]
     assert digest_again == digest
+
+
+def from_a_step(_rank: int, _size: int, start: int) -> Any:
+    """As a script that has loaded a checkpoint of its own."""
+    training, found = Training(stands_ready=False), []
+    loader = DataLoader(TensorDataset(SAMPLES), batch_size=8, shuffle=True)
+    for step, batch in training.session.batches(loader, epochs=2, start=start):
+        with step:
+            found.append((step.index, step.epoch, step.position, batch[0].tolist()))
+    return found
+
+
+def test_a_script_may_begin_in_the_middle_of_an_epoch() -> None:
+    (whole_of_it,) = run_ranks(1, from_a_step, 0)
+    assert [index for index, *_more in whole_of_it] == [*range(2 * STEPS)]
+    for start in (STEPS - 1, STEPS + 2, 2 * STEPS):
+        assert run_ranks(1, from_a_step, start) == [whole_of_it[start:]]
+
+
+def stream_from_a_step(_rank: int, _size: int) -> Any:
+    """The script has set the loader to the position that belongs to the step."""
+    training, found = Training(stands_ready=False), []
+    dataset = Numbers(10)
+    dataset.load_state_dict({"position": 6})
+    for step, batch in training.session.batches(DataLoader(dataset, batch_size=2), steps=6, start=3):
+        with step:
+            found.append((step.index, int(batch[0, 0])))
+    return found
+
+
+def test_a_stream_begins_at_a_step_where_it_stands() -> None:
+    assert run_ranks(1, stream_from_a_step) == [[(3, 7), (4, 9), (5, 1)]]
 
 
 def drawn(_rank: int, _size: int, at: tuple[str, int] | None) -> Any:
