@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from keepstep.data.numbers import digest, whole
 from keepstep.data.order import StepSampler
-from keepstep.data.reader import BatchReader, LoaderWorkers, Request
+from keepstep.data.reader import Request
 from keepstep.data.sources import PROCESS_SOURCES, RandomSource, seed_process, source_of
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.typenames import is_named
@@ -230,23 +230,3 @@ def _is_same(one: Any, other: Any) -> bool:
 def _put(sources: Sequence[RandomSource], states: list[Any]) -> None:
     for source, state in zip(sources, states, strict=True):
         source.put(state)
-
-
-def reader_of(loader: DataLoader[Any], seed: int, *, restores: bool = True) -> BatchReader:
-    """Returns a reader that reads a loader's batches as the loader would, but seeds the generators for each batch.
-
-    Args:
-        loader: the loader. The reader does not iterate it.
-        seed: seed of the random numbers.
-        restores: see `BatchReader`.
-    """
-    workers = LoaderWorkers(
-        loader.num_workers,
-        loader.timeout,
-        loader.prefetch_factor or 2,
-        loader.multiprocessing_context,
-        loader.worker_init_fn,
-    )
-    collates = loader.batch_sampler is not None
-    options = {"collates": collates, "pin_memory": loader.pin_memory, "restores": restores}
-    return BatchReader(loader.dataset, loader.collate_fn, seed, workers, **options)

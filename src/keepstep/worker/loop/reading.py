@@ -8,9 +8,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
-from keepstep.data.loaderorder import LoaderOrder, reader_of, samplers_of
+from keepstep.data.loaderorder import LoaderOrder, samplers_of
 from keepstep.data.numbers import whole
 from keepstep.data.order import StepSampler
+from keepstep.data.reader import BatchReader
 from keepstep.errors import ConfigurationError
 from keepstep.worker.loop.wrapped import prepared
 
@@ -42,7 +43,7 @@ class Reading:
         self._accumulate = whole("accumulate", accumulate, 1)
         loader, self._place = prepared(loader)
         self._order = LoaderOrder(loader, epochs, seed)
-        self._reader = reader_of(loader, seed, restores=restores)
+        self._reader = BatchReader(loader, seed, restores=restores)
         self._rank = rank
 
     @property
