@@ -25,10 +25,10 @@ from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import keepstep
-from keepstep.data import StepLoader
 from keepstep.integrations.generation import GenerationEngine
 
 CONTEXT, BATCH_SIZE, EVERY = 64, 8, 5
@@ -65,10 +65,9 @@ def train(folder: Path, num_steps: int) -> None:
     session.protect(model=model, optimizer=optimizer)
     session.publish_weights(folder, model.module, every=EVERY)
     rows = text().unfold(0, CONTEXT, CONTEXT).long()
-    loader = StepLoader(rows, batch_size=BATCH_SIZE, world_size=session.world_size)
-    for step in session.steps(num_steps):
+    loader = DataLoader(rows, batch_size=BATCH_SIZE, sampler=DistributedSampler(rows))
+    for step, batch in session.batches(loader, steps=num_steps):
         with step:
-            batch = loader.batch(step.index, session.rank)
             loss = model(input_ids=batch, labels=batch).loss
             optimizer.zero_grad()
             loss.backward()

@@ -30,10 +30,10 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import keepstep
-from keepstep.data import StepLoader
+from keepstep.data import StepSampler
 
 NUM_TRAINING = 1500  # the other 297 images are the test set
 
@@ -113,24 +113,23 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=max(1, args.steps // 3), gamma=0.3)
     scaler = torch.amp.GradScaler("cpu", enabled=args.amp is not None)
     session.protect(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
-    loader = StepLoader(training, args.batch_size, session.world_size, seed=args.seed, num_workers=args.num_workers)
+    sampler = StepSampler(len(training), args.batch_size, session.world_size, seed=args.seed)
+    loader = DataLoader(training, batch_sampler=sampler, num_workers=args.num_workers)
     dtype = getattr(torch, args.amp or "bfloat16")
 
-    with loader:
-        for step in session.steps(args.steps):
-            with step:
-                images_BCHW, labels_B = loader.batch(step.index, session.rank)
-                with torch.autocast("cpu", dtype=dtype, enabled=args.amp is not None):
-                    loss = F.cross_entropy(model(images_BCHW), labels_B)
-                scaler.scale(loss).backward()
-                share_statistics(net)
-                scaler.step(optimizer)
-                scaler.update()
-                scheduler.step()
-                optimizer.zero_grad()
-                ema.update_parameters(net)
-                if session.rank == 0 and (step.index % args.log_every == 0 or step.index == args.steps - 1):
-                    print(f"step {step.index:4d}  loss {loss.item():.4f}", flush=True)
+    for step, (images_BCHW, labels_B) in session.batches(loader, steps=args.steps):
+        with step:
+            with torch.autocast("cpu", dtype=dtype, enabled=args.amp is not None):
+                loss = F.cross_entropy(model(images_BCHW), labels_B)
+            scaler.scale(loss).backward()
+            share_statistics(net)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+            ema.update_parameters(net)
+            if session.rank == 0 and (step.index % args.log_every == 0 or step.index == args.steps - 1):
+                print(f"step {step.index:4d}  loss {loss.item():.4f}", flush=True)
 
     if session.rank == 0:
         print(f"accuracy {accuracy(net, test):.4f}, of the averaged weights {accuracy(ema, test):.4f}", flush=True)

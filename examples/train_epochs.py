@@ -12,8 +12,6 @@ The data set is part of scikit-learn (pip install scikit-learn): 1797 images of 
 """
 
 import argparse
-import itertools
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -51,41 +49,28 @@ def main() -> None:
     )
     training = Subset(data, range(NUM_TRAINING))
     test = TensorDataset(*data[NUM_TRAINING:])
+    loader = DataLoader(training, args.batch_size, sampler=DistributedSampler(training), drop_last=True)
 
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.7)
     state = session.state(best=0.0)  # 2  a value that a replacement must get, too
     session.protect(model=model, optimizer=optimizer, scheduler=scheduler)  # 3
-    steps_per_epoch = -(-NUM_TRAINING // session.world_size) // args.batch_size
 
-    def batches(epoch: int, first: int) -> Iterator[list[torch.Tensor]]:
-        sampler = DistributedSampler(training, session.world_size, session.rank)
-        sampler.set_epoch(epoch)
-        loader = DataLoader(training, args.batch_size, sampler=sampler, drop_last=True)
-        return itertools.islice(loader, first, None)
-
-    num_steps = args.epochs * steps_per_epoch
-    for step in session.steps(num_steps + 1):  # 4  the last one only evaluates
-        epoch, index = divmod(step.index, steps_per_epoch)
-        if index == 0 or step.resumed or step.attempt:  # 5  after a failure: continue with this batch
-            iterator = batches(epoch, index)
-        with step:  # 6
-            if index == 0 and epoch > 0:
-                accuracy = evaluate(model.module, test, session.rank, session.world_size)
-                if session.rank == 0:
-                    print(f"epoch {epoch:2d}  accuracy {accuracy:.4f}", flush=True)
-                if accuracy > state.best:
-                    state.best = accuracy
-                    if session.rank == 0:  # before the update: written again if the step is repeated
-                        torch.save(model.module.state_dict(), "best.pt")
-            if step.index < num_steps:
-                images, labels = next(iterator)
+    for epoch in session.epochs(loader, args.epochs):  # 4  instead of range(args.epochs), and calls set_epoch()
+        for step, (images, labels) in epoch:  # 5  instead of enumerate(loader)
+            with step:  # 6
                 F.cross_entropy(model(images), labels).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if index == steps_per_epoch - 1:
-                    scheduler.step()
+        scheduler.step()
+        accuracy = evaluate(model.module, test, session.rank, session.world_size)
+        if session.rank == 0:
+            # 7  deferred until all ranks have finished the epoch: if one is lost before, all repeat its end
+            session.defer(print, f"epoch {epoch:2d}  accuracy {accuracy:.4f}", flush=True)
+            if accuracy > state.best:
+                session.defer(torch.save, model.module.state_dict(), "best.pt")  # 8
+        state.best = max(state.best, accuracy)
 
 
 if __name__ == "__main__":

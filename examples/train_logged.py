@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import keepstep
-from keepstep.data import StepLoader
 
 
 def main() -> None:
@@ -26,15 +25,15 @@ def main() -> None:
 
     session = keepstep.init(seed=0)  # instead of init_process_group(); also seeds the random numbers of the start
     x = torch.linspace(-3, 3, 512)[:, None]
+    dataset = TensorDataset(x, x.sin())
+    loader = DataLoader(dataset, batch_size=16, sampler=DistributedSampler(dataset))
     model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
     session.protect(model=model, optimizer=optimizer, scheduler=scheduler)
-    loader = StepLoader(TensorDataset(x, x.sin()), batch_size=16, world_size=session.world_size)
 
-    for step in session.steps(args.steps):
+    for step, (inputs, targets) in session.batches(loader, steps=args.steps):
         with step:
-            inputs, targets = loader.batch(step.index, session.rank)
             loss = nn.functional.mse_loss(model(inputs), targets)
             loss.backward()
             optimizer.step()

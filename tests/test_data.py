@@ -1,20 +1,27 @@
-"""keepstep.data: the batch is a pure function of (step, rank)."""
+"""keepstep.data: the batch of any step, whatever was read before it."""
 
 import ctypes
+import itertools
 import os
 import random
 import signal
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader, Dataset
 
-from keepstep.data import StepLoader, StepSampler, permute
+from keepstep.data import StepSampler, permute
+from keepstep.data.reader import BatchReader, Request
 from keepstep.errors import ConfigurationError, PeerLost
 
 HUGE = 10**12
@@ -82,9 +89,9 @@ def test_every_position_sees_every_sample_about_equally_often(n: int) -> None:
     assert abs(chi_square - (n - 1) ** 2) < 6 * 2**0.5 * (n - 1)
 
 
-@pytest.mark.parametrize("positions", [[-1], [10], [0, 5, 11]])
-def test_permutation_refuses_positions_outside(positions: list[int]) -> None:
-    with pytest.raises(ConfigurationError, match=r"\[0, 10\)"):
+@pytest.mark.parametrize(("positions", "misplaced"), [([-1], -1), ([10], 10), ([0, 5, 11], 11), (-2, -2)])
+def test_permutation_refuses_positions_outside(positions: npt.ArrayLike, misplaced: int) -> None:
+    with pytest.raises(ConfigurationError, match=rf"positions must lie in \[0, 10\), and {misplaced} does not"):
         permute(positions, 10)
 
 
@@ -136,6 +143,29 @@ def test_without_shuffle_the_order_is_that_of_the_dataset() -> None:
     assert [global_batch(sampler, step) for step in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
 
 
+def test_an_epoch_is_iterated_by_rank(group_of_two: int) -> None:
+    sampler = StepSampler(10, 2, 2, seed=1)
+    assert len(sampler) == sampler.steps_per_epoch == 2
+    for epoch in (0, 3):
+        sampler.set_epoch(epoch)
+        assert [*sampler] == [sampler.indices(2 * epoch + place, group_of_two).tolist() for place in range(2)]
+    alone = StepSampler(10, 2, 1, shuffle=False)
+    assert [*alone] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+@pytest.fixture
+def group_of_two() -> Iterator[int]:
+    """The rank of this process in a group of two that does not communicate."""
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield 1
+    torch.distributed.destroy_process_group()
+
+
+def test_it_is_not_iterated_where_the_rank_does_not_tell_the_samples() -> None:
+    with pytest.raises(ConfigurationError, match=r"among 2, and the job has 1 ranks: read .* session\.batches\(\)"):
+        next(iter(StepSampler(10, 2, 2)))
+
+
 def test_epochs_and_seeds_have_their_own_order() -> None:
     orders = [global_batch(StepSampler(64, 64, 1, seed=seed), epoch) for seed in range(3) for epoch in range(3)]
     assert len({tuple(order) for order in orders}) == 9
@@ -184,14 +214,12 @@ def test_bad_sizes_are_refused(arguments: tuple[int, int, int], message: str) ->
 def test_bad_questions_are_refused(step: int, rank: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         StepSampler(10, 2, 2).indices(step, rank)
-    with pytest.raises(ConfigurationError, match=message):
-        StepLoader(Squares(10), 2, 2).batch(step, rank)
 
 
-# ---- The loader -----------------------------------------------------------------------------------------------------
+# ---- The reader -----------------------------------------------------------------------------------------------------
 
 
-class Squares:
+class Squares(Dataset[Any]):
     """Each sample: its index, its square, and noise from all three generators that augmentations draw from."""
 
     def __init__(self, num_samples: int) -> None:
@@ -200,7 +228,7 @@ class Squares:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, index: int) -> dict[str, object]:
+    def __getitem__(self, index: int) -> Any:
         noise = torch.tensor([random.random(), np.random.random(), float(torch.rand(()))])
         return {"index": index, "square": torch.tensor(index**2), "noise": noise, "process": os.getpid()}
 
@@ -208,7 +236,7 @@ class Squares:
 class Faulty(Squares):
     """Sample 7 cannot be read, sample 8 hangs, sample 9 takes its process down."""
 
-    def __getitem__(self, index: int) -> dict[str, object]:
+    def __getitem__(self, index: int) -> Any:
         if index == 7:
             raise ValueError("sample 7 is damaged")
         if index == 8:
@@ -225,7 +253,7 @@ class Batched(Squares):
         return [-i for i in indices]
 
 
-class DeathSignal:
+class DeathSignal(Dataset[int]):
     """Tells which signal its process gets when its parent dies."""
 
     def __len__(self) -> int:
@@ -237,32 +265,49 @@ class DeathSignal:
         return value.value
 
 
+class Reading:
+    """Reads batches by step and rank, in the order of a sampler. The loader gets the options."""
+
+    def __init__(self, dataset: Dataset[Any], sampler: StepSampler, **options: Any) -> None:
+        self.sampler = sampler
+        self.reader = BatchReader(DataLoader(dataset, batch_sampler=sampler, **options), seed=5)
+        self.close = self.reader.close
+
+    def batch(self, step: int, rank: int = 0) -> Any:
+        def requests() -> Iterator[Request]:
+            return (Request(n, rank, self.sampler.indices(n, rank).tolist()) for n in itertools.count(step))
+
+        return self.reader.read(step, rank, requests)
+
+
+def squares(num_workers: int = 0) -> Reading:
+    return Reading(Squares(100), StepSampler(100, 4, 2, seed=5), num_workers=num_workers)
+
+
+def one_by_one(dataset: Squares, **options: Any) -> Reading:
+    return Reading(dataset, StepSampler(len(dataset), 1, 1, shuffle=False), **options)
+
+
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(a[name], b[name]) for name in ("index", "square", "noise"))
 
 
 @pytest.fixture
-def prefetching() -> Iterator[StepLoader]:
-    with StepLoader(Squares(100), 4, 2, seed=5, num_workers=2) as loader:
-        yield loader
+def prefetching() -> Iterator[Reading]:
+    with closing(squares(num_workers=2)) as reading:
+        yield reading
 
 
-def test_inline_batches_are_those_of_the_sampler() -> None:
-    loader, sampler = StepLoader(Squares(100), 4, 2, seed=5), StepSampler(100, 4, 2, seed=5)
-    for step, rank in [(0, 0), (0, 1), (30, 1), (2, 0)]:
-        assert loader.batch(step, rank)["index"].tolist() == sampler.indices(step, rank).tolist()
-
-
-def test_inline_noise_is_a_function_of_step_and_rank_and_leaves_the_generators_alone() -> None:
-    loader = StepLoader(Squares(100), 4, 2, seed=5)
-    first = loader.batch(3, 1)
+def test_noise_is_a_function_of_step_and_rank_and_leaves_the_generators_alone() -> None:
+    reading = squares()
+    first = reading.batch(3, 1)
     expected = [draw() for draw in seeded_generators()]
     draws = seeded_generators()
-    again = loader.batch(3, 1)
+    again = reading.batch(3, 1)
     assert_equal(first, again)
     assert [draw() for draw in draws] == expected
-    assert not torch.equal(first["noise"], loader.batch(3, 0)["noise"])
-    assert not torch.equal(first["noise"], loader.batch(4, 1)["noise"])
+    assert not torch.equal(first["noise"], reading.batch(3, 0)["noise"])
+    assert not torch.equal(first["noise"], reading.batch(4, 1)["noise"])
 
 
 def seeded_generators():  # type: ignore[no-untyped-def]  # three callables
@@ -273,44 +318,46 @@ def seeded_generators():  # type: ignore[no-untyped-def]  # three callables
 
 
 @forks
-def test_loader_workers_seek_both_ways_and_equal_inline(prefetching: StepLoader) -> None:
-    inline = StepLoader(Squares(100), 4, 2, seed=5)
+def test_loader_workers_seek_both_ways_and_equal_inline(prefetching: Reading) -> None:
+    inline = squares()
     # In order; across an epoch; back (a rollback); the same again; far ahead; another rank (a takeover).
     asked = [(0, 0), (1, 0), (2, 0), (11, 0), (12, 0), (13, 0), (12, 0), (12, 0), (10**9, 0), (4, 1), (5, 1)]
     processes = set()
     for step, rank in asked:
         batch = prefetching.batch(step, rank)
         assert_equal(batch, inline.batch(step, rank))
+        assert batch["index"].tolist() == inline.sampler.indices(step, rank).tolist()
         processes |= {*batch["process"].tolist()}
     assert os.getpid() not in processes
     assert len(processes) == 2  # the same two, whatever was asked
 
 
 @forks
-def test_loader_workers_leave_the_random_numbers_of_training_alone(prefetching: StepLoader) -> None:
+def test_loader_workers_leave_the_random_numbers_of_training_alone(prefetching: Reading) -> None:
     expected = [draw() for draw in seeded_generators()]
     draws = seeded_generators()
     for step in (0, 1, 9, 3):
-        prefetching.batch(step, 0)
+        prefetching.batch(step)
     assert [draw() for draw in draws] == expected
 
 
 @forks
-def test_closing_ends_the_loader_workers_and_the_next_batch_starts_others(prefetching: StepLoader) -> None:
-    before = {int(pid) for step in range(2) for pid in prefetching.batch(step, 0)["process"]}
+def test_closing_ends_the_loader_workers_and_the_next_batch_starts_others(prefetching: Reading) -> None:
+    before = {int(pid) for step in range(2) for pid in prefetching.batch(step)["process"]}
     prefetching.close()
     assert not any(is_alive(pid) for pid in before)
     prefetching.close()
-    after = {int(pid) for step in range(2, 4) for pid in prefetching.batch(step, 0)["process"]}
+    after = {int(pid) for step in range(2, 4) for pid in prefetching.batch(step)["process"]}
     assert not before & after
 
 
 @forks
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a death signal")
 def test_the_kernel_ends_loader_workers_with_their_rank() -> None:
-    with StepLoader(DeathSignal(), 1, 1, num_workers=1) as loader:
-        assert loader.batch(0, 0).tolist() == [signal.SIGKILL]
-    assert StepLoader(DeathSignal(), 1, 1).batch(0, 0).tolist() == [0]  # not the rank itself
+    sampler = StepSampler(1, 1, 1)
+    with closing(Reading(DeathSignal(), sampler, num_workers=1)) as reading:
+        assert reading.batch(0).tolist() == [signal.SIGKILL]
+    assert Reading(DeathSignal(), sampler).batch(0).tolist() == [0]  # not the rank itself
 
 
 def is_alive(pid: int) -> bool:
@@ -324,67 +371,30 @@ def is_alive(pid: int) -> bool:
 
 @forks
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_error_of_the_dataset_comes_through_and_the_loader_goes_on(num_workers: int) -> None:
-    with StepLoader(Faulty(8), 1, 1, shuffle=False, num_workers=num_workers) as loader:
-        loader.batch(6, 0)
+def test_an_error_of_the_dataset_comes_through_and_the_reader_goes_on(num_workers: int) -> None:
+    with closing(one_by_one(Faulty(8), num_workers=num_workers)) as reading:
+        reading.batch(6)
         with pytest.raises(ValueError, match="sample 7 is damaged"):
-            loader.batch(7, 0)
-        assert loader.batch(3, 0)["index"].tolist() == [3]
+            reading.batch(7)
+        assert reading.batch(3)["index"].tolist() == [3]
 
 
 @forks
 def test_a_loader_worker_that_hangs_is_reported_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # how long closing waits for it
-    with StepLoader(Faulty(9), 1, 1, shuffle=False, num_workers=1, timeout_s=0.5, prefetch_factor=1) as loader:
+    with closing(one_by_one(Faulty(9), num_workers=1, timeout=0.5, prefetch_factor=1)) as reading:
         with pytest.raises(PeerLost, match=r"rank 0 did not answer within 0\.5 s at batch 8"):
-            loader.batch(8, 0)
-        assert loader.batch(3, 0)["index"].tolist() == [3]
+            reading.batch(8)
+        assert reading.batch(3)["index"].tolist() == [3]
 
 
 @forks
 def test_a_loader_worker_that_dies_is_reported() -> None:
-    loader = StepLoader(Faulty(10), 1, 1, shuffle=False, num_workers=1, prefetch_factor=1)
-    with loader, pytest.raises(PeerLost, match=r"rank 0 died .* at batch 9"):
-        loader.batch(9, 0)
+    reading = one_by_one(Faulty(10), num_workers=1, prefetch_factor=1)
+    with closing(reading), pytest.raises(PeerLost, match=r"rank 0 died .* at batch 9"):
+        reading.batch(9)
 
 
 def test_a_dataset_may_read_whole_batches_and_the_batch_may_be_collated_otherwise() -> None:
-    loader = StepLoader(Batched(10), 3, 1, shuffle=False, collate_fn=tuple)
-    assert loader.batch(1, 0) == (-3, -4, -5)
-
-
-class Endless(torch.utils.data.IterableDataset[int]):
-    """Has no index."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from ()
-
-
-class Unsized:
-    """Has no length."""
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [(Squares(0), "empty"), (Endless(), "not a map-style dataset"), (Unsized(), "has no length"), (iter(()), "not a")],
-)
-def test_bad_datasets_are_refused(dataset: Squares, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        StepLoader(dataset, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_workers": -1}, "num_workers must be at least 0"),
-        ({"timeout_s": 0}, "timeout_s must be more than 0"),
-        ({"prefetch_factor": 0}, "prefetch_factor must be at least 1"),
-        ({"pin_memory": True, "drop_last": True}, "no option drop_last, pin_memory"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        StepLoader(Squares(10), 1, 1, **options)  # type: ignore[misc]  # wrong on purpose
+    reading = Reading(Batched(10), StepSampler(10, 3, 1, shuffle=False), collate_fn=tuple)
+    assert reading.batch(1) == (-3, -4, -5)

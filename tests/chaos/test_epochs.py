@@ -9,8 +9,13 @@ from tests.support.layouts import in_every_phase
 
 @pytest.mark.parametrize(
     ("spares", "options"),
-    [(1, ("--workers", 1)), (0, ("--workers", 0)), (1, ("--workers", 2, "--accumulate", 2, "--epochs", 6))],
-    ids=["a spare and workers", "no spare", "accumulation"],
+    [
+        (1, ("--workers", 1)),
+        (0, ("--workers", 0)),
+        (1, ("--workers", 2, "--accumulate", 2, "--epochs", 6)),
+        (1, ("--workers", 2, "--step-sampler", "--epochs", 4)),
+    ],
+    ids=["a spare and workers", "no spare", "accumulation", "a step sampler and workers"],
 )
 def test_a_kill_in_every_phase_and_a_hang(tmp_path: Path, spares: int, options: tuple[object, ...]) -> None:
     faults, _num_steps = in_every_phase(3)

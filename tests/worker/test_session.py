@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.worker.ranks import run_ranks
 from torch import distributed as dist
+from torch.utils.data import DataLoader
 
 import keepstep
 from keepstep.errors import ConfigurationError, KeepstepError, UsageError
@@ -57,6 +58,7 @@ def refused(_rank: int, _size: int) -> list[str]:
     session.protect(model=model)
     said(UsageError, lambda: session.protect(model=model))
     said(ConfigurationError, lambda: session.steps(3, start=4))
+    said(ConfigurationError, lambda: session.batches(DataLoader(range(4)), start=5))  # type: ignore[arg-type]  # map-style
     for step in session.steps(2):
         with step:
             pass
@@ -81,7 +83,8 @@ def test_what_is_asked_in_the_wrong_order_is_refused() -> None:
         "protect(checkpoint_every=0): allowed are 1 and more",
         "session.data_world_size: neither DDP nor FSDP2 says",
         "protect() was called twice",
-        "steps(3, start=4): allowed are 0 to 3",
+        "steps(start=4): allowed are 0 to 3",
+        "batches(start=5): allowed are 0 to 4",
         "steps(5) after all ranks have completed steps(2)",
         "session.state() after the first step",
     )

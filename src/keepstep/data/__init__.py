@@ -13,12 +13,10 @@
   without it, always the last ones of the dataset.
 * Any step of any epoch is found in constant time and memory: the permutation is computed, never stored.
 
-`StepSampler` answers with indices, `StepLoader` with collated batches of a map-style dataset. A torch ``DataLoader``
-keeps its own order: `keepstep.Session.batches` finds the batch of any step in it.
+That is the order of a `StepSampler`, a batch sampler for a torch ``DataLoader``. Every other sampler keeps its own
+order. `keepstep.Session.batches` finds the batch of any step in both.
 """
 
 from keepstep.data.order import StepSampler, permute
-from keepstep.data.reader import MapDataset
-from keepstep.data.steploader import LoaderOptions, StepLoader
 
-__all__ = ["LoaderOptions", "MapDataset", "StepLoader", "StepSampler", "permute"]
+__all__ = ["StepSampler", "permute"]

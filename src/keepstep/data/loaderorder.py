@@ -17,7 +17,8 @@ from torch.utils import data
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from keepstep.data.numbers import digest, whole
-from keepstep.data.reader import BatchReader, LoaderWorkers, Request
+from keepstep.data.order import StepSampler
+from keepstep.data.reader import Request
 from keepstep.data.sources import PROCESS_SOURCES, RandomSource, seed_process, source_of
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.typenames import is_named
@@ -31,7 +32,7 @@ NUM_AHEAD = 64
 # Samplers that keep no state between epochs, except in a generator.
 _STATELESS = {
     *(data.BatchSampler, data.RandomSampler, data.SequentialSampler, data.SubsetRandomSampler),
-    *(data.WeightedRandomSampler, DistributedSampler, list, tuple, range),
+    *(data.WeightedRandomSampler, DistributedSampler, StepSampler, list, tuple, range),
 }
 # Likewise, after set_epoch(). Iterating the second one twice over 500,000 batches would take 5.6 s (2 cores, 2026).
 _STATELESS_NAMES = {"accelerate.data_loader.SeedableRandomSampler", "accelerate.data_loader.BatchSamplerShard"}
@@ -73,6 +74,8 @@ class LoaderOrder:
     def requests(self, first: int, rank: int) -> Iterator[Request]:
         """Yields the request of a batch and of all later batches.
 
+        A `StepSampler` computes them; from any other sampler they are drawn.
+
         Args:
             first: number of the first batch.
             rank: the rank, part of each request.
@@ -81,11 +84,14 @@ class LoaderOrder:
             ConfigurationError: ``first`` is 0, and the sampler gives another order each time it is iterated.
             UsageError: the sampler's epochs do not have as many batches as its length says.
         """
+        if type(self._sampler) is StepSampler:  # a subclass may have an __iter__ of its own
+            numbers = range(first, self.epochs * self.num_batches)
+            return (Request(number, rank, self._sampler.indices(number, rank).tolist()) for number in numbers)
         if first == 0:
             self._ask_twice()
-        return self._requests(first, rank)
+        return self._drawn_requests(first, rank)
 
-    def _requests(self, first: int, rank: int) -> Iterator[Request]:
+    def _drawn_requests(self, first: int, rank: int) -> Iterator[Request]:
         for epoch in range(first // self.num_batches, self.epochs):
             number, end = max(first, epoch * self.num_batches), (epoch + 1) * self.num_batches
             for indices in self._epoch(epoch, number % self.num_batches):
@@ -224,23 +230,3 @@ def _is_same(one: Any, other: Any) -> bool:
 def _put(sources: Sequence[RandomSource], states: list[Any]) -> None:
     for source, state in zip(sources, states, strict=True):
         source.put(state)
-
-
-def reader_of(loader: DataLoader[Any], seed: int, *, restores: bool = True) -> BatchReader:
-    """Returns a reader that reads a loader's batches as the loader would, but seeds the generators for each batch.
-
-    Args:
-        loader: the loader. The reader does not iterate it.
-        seed: seed of the random numbers.
-        restores: see `BatchReader`.
-    """
-    workers = LoaderWorkers(
-        loader.num_workers,
-        loader.timeout,
-        loader.prefetch_factor or 2,
-        loader.multiprocessing_context,
-        loader.worker_init_fn,
-    )
-    collates = loader.batch_sampler is not None
-    options = {"collates": collates, "pin_memory": loader.pin_memory, "restores": restores}
-    return BatchReader(loader.dataset, loader.collate_fn, seed, workers, **options)

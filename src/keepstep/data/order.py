@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import isqrt
 
 import numpy as np
 import numpy.typing as npt
+from torch import distributed
+from torch.utils.data import Sampler
 
 from keepstep.data.numbers import digest, whole
 from keepstep.errors import ConfigurationError
@@ -40,8 +43,8 @@ def permute(positions: npt.ArrayLike, num_samples: int, *, seed: int = 0, epoch:
     """
     num_samples = whole("num_samples", num_samples, 1, 2**63 - 1)
     given = np.asarray(positions, dtype=np.int64)
-    if given.size and (given.min() < 0 or given.max() >= num_samples):
-        raise ConfigurationError(f"positions must lie in [0, {num_samples}), not {given.min()} to {given.max()}")
+    if (misplaced := given[(given < 0) | (given >= num_samples)]).size:
+        raise ConfigurationError(f"positions must lie in [0, {num_samples}), and {misplaced[0]} does not")
     keys = _round_keys(seed, epoch)
     # The square is at most 2 * sqrt(num_samples) larger than the range, so a second turn is rare.
     side = np.uint64(isqrt(num_samples - 1) + 1)
@@ -70,8 +73,12 @@ def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
     return np.frombuffer(digest("permutation", seed, epoch), dtype="<u8", count=NUM_ROUNDS).astype(np.uint64)
 
 
-class StepSampler:
-    """Computes the samples that a rank reads at a step. It has no position: a result depends only on its arguments.
+class StepSampler(Sampler[list[int]]):
+    """A batch sampler whose batches depend only on the step and the rank, so that any of them is found at once.
+
+    Give it to a ``DataLoader`` as ``batch_sampler`` and read that with `keepstep.Session.batches`, which asks for the
+    batches of its own ``data_rank``. Or ask for `indices` and compute the batch. The sampler itself needs no rank, so
+    a waiting spare can create it.
 
     The result depends on the world size. A job that continues with fewer ranks reads from then on the samples that a
     job of that size would read at the same step.
@@ -103,6 +110,7 @@ class StepSampler:
                 f"the dataset has {self.num_samples}: lower batch_size to at most "
                 f"{self.num_samples // self.world_size}, or take fewer ranks"
             )
+        self._epoch = 0
 
     @property
     def global_batch_size(self) -> int:
@@ -142,3 +150,33 @@ class StepSampler:
         if not self.shuffle:
             return positions
         return permute(positions, self.num_samples, seed=self.seed, epoch=epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Selects the epoch that the next iteration yields, as `torch.utils.data.DistributedSampler.set_epoch`.
+
+        Raises:
+            ConfigurationError: `epoch` is negative.
+        """
+        self._epoch = whole("epoch", epoch, 0)
+
+    def __len__(self) -> int:
+        """Batches of a rank in each epoch: `steps_per_epoch`."""
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yields this process's batches of the epoch, for a loop over the ``DataLoader`` itself.
+
+        Raises:
+            ConfigurationError: some of the job's ranks, but not all, share their samples, so its rank does not tell
+                which samples are this process's.
+        """
+        num_ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+        if self.world_size not in (1, num_ranks):
+            raise ConfigurationError(
+                f"StepSampler shares out the samples among {self.world_size}, and the job has {num_ranks} ranks: read "
+                "the loader with session.batches(), or compute the batch from indices(step, session.data_rank)"
+            )
+        rank = distributed.get_rank() if self.world_size > 1 else 0
+        first = self._epoch * self.steps_per_epoch
+        for step in range(first, first + self.steps_per_epoch):
+            yield self.indices(step, rank).tolist()

@@ -1,4 +1,4 @@
-"""Reads batches of a map-style dataset, in the calling thread or ahead of time in loader workers.
+"""Reads batches as a torch ``DataLoader`` would, in any order, in the calling thread or ahead of time in its workers.
 
 While the reader loads and collates samples, it seeds Python's, NumPy's and torch's CPU generators from (seed, rank,
 number of the batch). Then it restores the generators. So random augmentation belongs to the batch: it is the same with
@@ -7,14 +7,13 @@ any number of workers, and the training step's own random numbers do not depend 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
@@ -23,17 +22,6 @@ from keepstep.data.numbers import digest
 from keepstep.data.sources import PROCESS_SOURCES, seed_process
 from keepstep.errors import PeerLost
 from keepstep.parent_death import end_with_parent
-
-
-class MapDataset(Protocol):
-    """The interface of a map-style dataset: a length, and a sample for every index below it.
-
-    If a dataset also has ``__getitems__(list[int])``, the reader calls it for whole batches, as torch's loader does.
-    """
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class Request(NamedTuple):
@@ -47,22 +35,6 @@ class Request(NamedTuple):
     """The indices of the samples; or the one index under which the dataset returns the whole batch."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LoaderWorkers:
-    """The processes that read batches ahead of time."""
-
-    num: int
-    """Number of processes; 0 reads in the calling thread."""
-    timeout_s: float = 0.0
-    """The longest wait for one batch, in seconds; 0 disables the timeout."""
-    prefetch_factor: int = 2
-    """How many batches each process prefetches."""
-    context: Any = None
-    """A start method or context of ``multiprocessing``; None for Python's default."""
-    init: Callable[[int], None] | None = None
-    """Called in each process with the number of the worker, as ``worker_init_fn``."""
-
-
 class BatchReader:
     """Reads batches in order. A request for a batch out of order restarts the reading there.
 
@@ -72,30 +44,17 @@ class BatchReader:
     reason (on Linux, if the main thread started them). Use the reader from one thread at a time.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[Any], Any],
-        seed: int,
-        workers: LoaderWorkers,
-        *,
-        collates: bool = True,
-        pin_memory: bool = False,
-        restores: bool = True,
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, *, restores: bool = True) -> None:
         """Args:
-        dataset: a map-style dataset. Each loader worker gets a copy.
-        collate: makes a batch from a list of samples; without ``collates``, from the dataset's item for one index.
+        loader: of a map-style dataset. Its dataset, ``collate_fn``, workers and other settings are used, but not its
+            sampler. It is not iterated.
         seed: seed of the random numbers.
-        workers: number and options of the loader workers.
-        collates: whether a request has the indices of several samples.
-        pin_memory: as in torch's ``DataLoader``.
         restores: whether to restore the process's generators after each batch. This takes 0.1 ms, and is unnecessary
             if each step reseeds them before it draws random numbers.
         """
-        self._batches = _Batches(dataset, collate, seed, collates, restores)
+        self._settings = loader
+        self._batches = _Batches(loader, seed, restores)
         self._order = _Order()
-        self._workers, self._pin_memory = workers, pin_memory
         self._loader: DataLoader[Any] | None = None
         self._ahead: Any = None
         self._awaited: tuple[int, int] | None = None
@@ -128,7 +87,7 @@ class BatchReader:
             # torch raises a plain RuntimeError in both cases.
             if str(error).startswith("DataLoader timed out"):
                 raise PeerLost(
-                    self._lost(number, rank, f"did not answer within {self._workers.timeout_s:g} s")
+                    self._lost(number, rank, f"did not answer within {self._settings.timeout:g} s")
                 ) from error
             if str(error).startswith("DataLoader worker (pid"):
                 raise PeerLost(self._lost(number, rank, f"died ({error})")) from error
@@ -144,26 +103,18 @@ class BatchReader:
         A worker that does not leave by itself within 5 s (torch's figure) is terminated.
         """
         ahead, self._ahead, self._loader = self._ahead, None, None
-        if ahead is not None and self._workers.num:
+        if ahead is not None and self._settings.num_workers:
             # torch has no public method for it. The garbage collector may run late (a traceback can hold the iterator).
             # It closes the queues first, so the workers get no signal, and ending each takes 5 s.
             ahead._shutdown_workers()
 
     def _begin(self, requests: Callable[[], Iterator[Request]]) -> None:
+        settings = self._settings
         self._order.requests = requests
-        if self._workers.num == 0 and not self._pin_memory:
+        if settings.num_workers == 0 and not settings.pin_memory:
             self._ahead = map(self._batches.__getitem__, requests())  # torch's loader takes 0.05 ms more for each
             return
-        if self._loader is None and self._workers.num == 0:
-            self._loader = DataLoader(
-                self._batches,
-                batch_size=None,
-                sampler=self._order,
-                collate_fn=_unchanged,
-                generator=torch.Generator(),
-                pin_memory=self._pin_memory,
-            )
-        elif self._loader is None:
+        if self._loader is None:
             # The kernel sends the signal when the thread that started the process ends. Only the main thread lasts as
             # long as this process.
             ends_with_us = threading.current_thread() is threading.main_thread()
@@ -171,32 +122,34 @@ class BatchReader:
                 self._batches,
                 batch_size=None,
                 sampler=self._order,
-                num_workers=self._workers.num,
+                num_workers=settings.num_workers,
                 collate_fn=_unchanged,
-                timeout=self._workers.timeout_s,
-                worker_init_fn=functools.partial(_begin_worker, ends_with_us, self._workers.init),
-                multiprocessing_context=self._workers.context,
+                pin_memory=settings.pin_memory,
+                timeout=settings.timeout,
+                worker_init_fn=functools.partial(_begin_worker, ends_with_us, settings.worker_init_fn),
+                multiprocessing_context=settings.multiprocessing_context,
                 # Without its own generator, the loader would draw a seed from the training step's generator.
                 generator=torch.Generator(),
-                prefetch_factor=self._workers.prefetch_factor,
-                persistent_workers=True,
-                pin_memory=self._pin_memory,
+                prefetch_factor=settings.prefetch_factor,
+                persistent_workers=settings.num_workers > 0,
             )
         self._ahead = iter(self._loader)
 
     def _lost(self, number: int, rank: int, what: str) -> str:
         return (
             f"a loader worker of rank {rank} {what} at batch {number}; "
-            f"look at the dataset's own reads, or raise the timeout or lower num_workers ({self._workers.num})"
+            "look at the dataset's own reads, or raise the loader's timeout or lower its num_workers "
+            f"({self._settings.num_workers})"
         )
 
 
 class _Batches(torch.utils.data.Dataset[Any]):
     """A dataset of collated batches, indexed by request. Each loader worker gets a copy."""
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, collates: bool, restores: bool) -> None:
-        self.dataset, self._collate, self._seed, self._collates = dataset, collate, seed, collates
-        self._restores = restores
+    def __init__(self, loader: DataLoader[Any], seed: int, restores: bool) -> None:
+        self.dataset: Any = loader.dataset
+        self._collate, self._seed, self._restores = loader.collate_fn, seed, restores
+        self._collates = loader.batch_sampler is not None
 
     def __getitem__(self, request: Request) -> Any:
         if not self._restores:

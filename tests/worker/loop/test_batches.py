@@ -26,6 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from keepstep.data import StepSampler
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.worker.loop.batches import Batches
 from keepstep.worker.loop.late_rank import have_samplers_wait
@@ -396,6 +397,39 @@ def test_ranks_that_read_the_same_samples_need_a_sampler_for_fewer_ranks() -> No
     check_replicas(loader(4), 4, 4)
     with pytest.raises(ConfigurationError, match="among all 4 ranks, and only 2 have samples of their own"):
         check_replicas(loader(4), 2, 4)
+
+    check_replicas(computed(), 2, 4)
+    with pytest.raises(ConfigurationError, match=r"the StepSampler .* among 2 ranks, and 4 have samples of their own"):
+        check_replicas(computed(), 4, 4)
+
+
+def computed() -> DataLoader[Any]:
+    return DataLoader(Numbers(23), batch_sampler=StepSampler(23, 3, 2, seed=3))
+
+
+def test_a_step_sampler_is_asked_for_the_batches_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for no earlier ones, however many there are."""
+    expected = [StepSampler(23, 3, 2, seed=3).indices(step, 1).tolist() for step in range(9)]
+    assert content(of(computed())) == expected
+    asked = []
+    ask = StepSampler.indices
+
+    def recorded(self: StepSampler, step: int, rank: int) -> Any:
+        asked.append((step, rank))
+        return ask(self, step, rank)
+
+    monkeypatch.setattr(StepSampler, "indices", recorded)
+    assert content(of(computed(), [7, 8, 2])) == [expected[step] for step in (7, 8, 2)]
+    assert asked == [(7, 1), (8, 1), (2, 1)]
+
+
+def test_a_subclass_of_a_step_sampler_has_the_last_word() -> None:
+    class Doubled(StepSampler):
+        def __iter__(self) -> Iterator[list[int]]:
+            return ([2 * index for index in batch] for batch in super().__iter__())
+
+    loader = DataLoader(Numbers(12), batch_sampler=Doubled(6, 2, 1, shuffle=False))
+    assert content(of(loader, epochs=2)) == 2 * [[0, 2], [4, 6], [8, 10]]
 
 
 def test_accumulation_gives_lists() -> None:

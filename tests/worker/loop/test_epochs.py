@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.worker.loop.test_stream import Numbers
 from tests.worker.ranks import run_ranks
 from tests.worker.single import Training
 from torch.utils.data import DataLoader, TensorDataset
 
+from keepstep.data import StepSampler
 from keepstep.errors import UsageError
 
 NUM_EPOCHS, STEPS = 3, 4
@@ -174,6 +177,63 @@ def test_a_length_in_steps_reads_the_loader_as_often_as_it_takes() -> None:
     ((again, digest_again),) = run_ranks(1, by_steps, STEPS + 1)
     assert again == [*places, (1, 1)]
     assert digest_again == digest
+
+
+def from_a_step(_rank: int, _size: int, start: int) -> Any:
+    """As a script that has loaded a checkpoint of its own."""
+    training, found = Training(stands_ready=False), []
+    loader = DataLoader(TensorDataset(SAMPLES), batch_size=8, shuffle=True)
+    for step, batch in training.session.batches(loader, epochs=2, start=start):
+        with step:
+            found.append((step.index, step.epoch, step.position, batch[0].tolist()))
+    return found
+
+
+def test_a_script_may_begin_in_the_middle_of_an_epoch() -> None:
+    (whole_of_it,) = run_ranks(1, from_a_step, 0)
+    assert [index for index, *_more in whole_of_it] == [*range(2 * STEPS)]
+    for start in (STEPS - 1, STEPS + 2, 2 * STEPS):
+        assert run_ranks(1, from_a_step, start) == [whole_of_it[start:]]
+
+
+def from_a_checkpoint(_rank: int, _size: int, folder: Path | None, steps: int, computed: bool) -> Any:
+    training, found = Training(stands_ready=False, checkpoint_dir=folder, checkpoint_every=6), []
+    dataset, generator = TensorDataset(SAMPLES), torch.Generator().manual_seed(3)
+    order: Any = {"batch_size": 8, "shuffle": True, "generator": generator}
+    if computed:
+        order = {"batch_sampler": StepSampler(len(dataset), 8, training.session.data_world_size)}
+    for step, batch in training.session.batches(DataLoader(dataset, **order), steps=steps):
+        found.append((step.index, batch[0].tolist()))
+        with step:
+            training.model(batch[0]).square().mean().backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    return found, training.digest()
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_job_that_is_restarted_from_a_checkpoint_reads_on_where_it_was(tmp_path: Path, computed: bool) -> None:
+    """In the second epoch: the checkpoint is that of step 6."""
+    ((whole_of_it, digest),) = run_ranks(1, from_a_checkpoint, None, 3 * STEPS, computed)
+    run_ranks(1, from_a_checkpoint, tmp_path, 2 * STEPS, computed)
+    ((found, again),) = run_ranks(1, from_a_checkpoint, tmp_path, 3 * STEPS, computed)
+    assert found == whole_of_it[6:]
+    assert again == digest
+
+
+def stream_from_a_step(_rank: int, _size: int) -> Any:
+    """The script has set the loader to the position that belongs to the step."""
+    training, found = Training(stands_ready=False), []
+    dataset = Numbers(10)
+    dataset.load_state_dict({"position": 6})
+    for step, batch in training.session.batches(DataLoader(dataset, batch_size=2), steps=6, start=3):
+        with step:
+            found.append((step.index, int(batch[0, 0])))
+    return found
+
+
+def test_a_stream_begins_at_a_step_where_it_stands() -> None:
+    assert run_ranks(1, stream_from_a_step) == [[(3, 7), (4, 9), (5, 1)]]
 
 
 def drawn(_rank: int, _size: int, at: tuple[str, int] | None) -> Any:

@@ -85,8 +85,7 @@ class Loops(abc.ABC):
             UsageError: `protect` was not called, a step was not entered, or the job has completed fewer steps already.
             ConfigurationError: ``start`` is below 0 or above ``num_steps``.
         """
-        if not 0 <= start <= num_steps:
-            raise ConfigurationError(f"steps({num_steps}, start={start}): allowed are 0 to {num_steps}")
+        _check_start("steps", start, num_steps)
         self._protected_controller("steps")
         return self._loop(num_steps, start)
 
@@ -98,7 +97,13 @@ class Loops(abc.ABC):
         return self._controller
 
     def batches(
-        self, loader: DataLoader[Any], *, epochs: int = 1, accumulate: int = 1, steps: int | None = None
+        self,
+        loader: DataLoader[Any],
+        *,
+        epochs: int = 1,
+        accumulate: int = 1,
+        steps: int | None = None,
+        start: int = 0,
     ) -> Batches:
         """Yields the steps of the epochs of a loader as pairs ``step, batch``.
 
@@ -115,22 +120,26 @@ class Loops(abc.ABC):
             steps: the length of the training in steps, instead of ``epochs``. A loader with ``state_dict()`` and
                 ``load_state_dict()``, or with an iterable dataset that has them, is then iterated itself, restarted at
                 its end, and set back to its position after a recovery.
+            start: as for `steps`. A loader that is iterated itself continues at the position that it has.
 
         Raises:
-            ConfigurationError: the loader's batches cannot be found by their number, or a number is below 1.
+            ConfigurationError: the loader's batches cannot be found by their number, or a number is out of range.
             UsageError: as for `steps` and `data_rank`; or a second loop over batches is begun.
         """
         if steps is not None and is_stream(loader):
-            return self._stream(loader, steps, accumulate)
+            return self._stream(loader, steps, accumulate, start)
         length = None if steps is None else whole("steps", steps, 1)
         reading = self._reading(loader, epochs if length is None else sys.maxsize, accumulate)
         begin = functools.partial(self._begin_reading, loader)
-        return Batches(reading, lambda num_steps: self._loop(num_steps, 0, begin), length)
+        found = Batches(reading, lambda num_steps: self._loop(num_steps, start, begin), length)
+        _check_start("batches", start, len(found))
+        return found
 
-    def _stream(self, loader: Any, num_steps: int, accumulate: int) -> Batches:
+    def _stream(self, loader: Any, num_steps: int, accumulate: int, start: int) -> Batches:
+        _check_start("batches", start, num_steps)
         own = self.state("batches", per_rank=True, position={})
         reading = StreamReading(loader, num_steps, accumulate, own, self._seed, lambda: self.data_rank)
-        return Batches(reading, lambda num_steps: self._loop(num_steps, 0, self._begin_stream))
+        return Batches(reading, lambda num_steps: self._loop(num_steps, start, self._begin_stream))
 
     def _begin_stream(self) -> None:
         self._protected_controller("batches")
@@ -269,3 +278,8 @@ class Loops(abc.ABC):
 
     def _hand(self, step: Step) -> None:
         self._present = step
+
+
+def _check_start(asked: str, start: int, num_steps: int) -> None:
+    if not 0 <= start <= num_steps:
+        raise ConfigurationError(f"{asked}(start={start}): allowed are 0 to {num_steps}, the number of all steps")

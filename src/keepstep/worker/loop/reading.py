@@ -8,8 +8,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
-from keepstep.data.loaderorder import LoaderOrder, reader_of, samplers_of
+from keepstep.data.loaderorder import LoaderOrder, samplers_of
 from keepstep.data.numbers import whole
+from keepstep.data.order import StepSampler
+from keepstep.data.reader import BatchReader
 from keepstep.errors import ConfigurationError
 from keepstep.worker.loop.wrapped import prepared
 
@@ -41,7 +43,7 @@ class Reading:
         self._accumulate = whole("accumulate", accumulate, 1)
         loader, self._place = prepared(loader)
         self._order = LoaderOrder(loader, epochs, seed)
-        self._reader = reader_of(loader, seed, restores=restores)
+        self._reader = BatchReader(loader, seed, restores=restores)
         self._rank = rank
 
     @property
@@ -79,13 +81,21 @@ class Reading:
 
 
 def check_replicas(loader: DataLoader[Any], data_world_size: int, world_size: int) -> None:
-    """Refuses a ``DistributedSampler`` that gives different samples to ranks that must read the same ones.
+    """Refuses a sampler that shares out the samples among another number of ranks than have samples of their own.
 
     Raises:
-        ConfigurationError: the sampler splits the samples among all ranks, which is its default, but some ranks
-            (tensor- or pipeline-parallel peers) must read the same samples.
+        ConfigurationError: a ``DistributedSampler`` splits the samples among all ranks, which is its default, but some
+            ranks (tensor- or pipeline-parallel peers) must read the same samples; or a `StepSampler` splits them among
+            another number than that of the data-parallel ranks.
     """
-    replicas = (part.num_replicas for part in samplers_of(prepared(loader)[0]) if isinstance(part, DistributedSampler))
+    own = prepared(loader)[0]
+    computed = next((part for part in (own.batch_sampler, own.sampler) if type(part) is StepSampler), None)
+    if computed is not None and computed.world_size != data_world_size:
+        raise ConfigurationError(
+            f"session.batches(): the StepSampler shares out the samples among {computed.world_size} ranks, and "
+            f"{data_world_size} have samples of their own: give it world_size=session.data_world_size"
+        )
+    replicas = (part.num_replicas for part in samplers_of(own) if isinstance(part, DistributedSampler))
     if data_world_size < world_size and world_size in replicas:
         raise ConfigurationError(
             f"session.batches(): the DistributedSampler shares out the samples among all {world_size} ranks, and only "
