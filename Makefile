@@ -1,12 +1,13 @@
 # Needs make and Python 3.11 or newer, nothing else: the first target you run sets up .venv.
-# Another interpreter:  make test PYTHON=python3.12
+# Another interpreter has an environment of its own:  make test PYTHON=python3.13 VENV=.venv-3.13
 
 PYTHON ?= python3
-BIN := .venv/bin
-STAMP := .venv/.stamp
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sharded test test-full test-nightly test-upstream test-torch test-torchtitan test-engines durations soak fuzz bench bench-peers bench-weights gpu docs lint clean
+.PHONY: help demo demo-sharded test test-full test-nightly test-upstream test-torch test-engines durations soak fuzz bench bench-peers bench-weights gpu docs lint clean
 
 help: ## show this list
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-15s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,23 +32,18 @@ test-nightly: $(STAMP) ## whole matrices, long soaks, torch's own tests: before 
 test-upstream: $(STAMP) ## torch's own tests of process groups, on gloo and on keepstep, compared with the list of exceptions
 	$(BIN)/python -m pytest -m "" tests/worker/upstream
 
-# The release comes first, and keepstep without its bounds after it: whether they may follow is what the tests say.
+# The oldest release that pyproject.toml allows. It comes first, and keepstep without its bounds after it: so a release
+# outside of them can be tried as well.
+TORCH ?= 2.13.0
 TORCH_VENV = .venv-torch-$(TORCH)
-test-torch: ## the worker's and the chaos tests with another release: make test-torch TORCH=2.15.0
-	@test -n "$(TORCH)" || { echo "name a release of torch: make test-torch TORCH=2.15.0" >&2; exit 1; }
+test-torch: ## the worker's and the chaos tests with the oldest release of torch; another one: make test-torch TORCH=2.14.1
 	test -x $(TORCH_VENV)/bin/pip || $(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet torch==$(TORCH)
 	$(PYTHON) tests/support/requirements.py | $(TORCH_VENV)/bin/python -m pip install \
 		--disable-pip-version-check --quiet --requirement /dev/stdin
 	$(TORCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --editable .
 	$(TORCH_VENV)/bin/python -m pytest tests/worker tests/chaos
-
-TITAN_VENV = .venv-torchtitan
-test-torchtitan: ## the drills of torchtitan, in an environment of its own: it needs a later torch than all other tests
-	test -x $(TITAN_VENV)/bin/pip || $(PYTHON) -m venv $(TITAN_VENV)
-	$(TITAN_VENV)/bin/python -m pip install --disable-pip-version-check --quiet \
-		--editable '.[torchtitan]' torch==2.15.* "pytest>=8.4" "hypothesis>=6.120"
-	$(TITAN_VENV)/bin/python -m pytest -m "" tests/chaos/test_torchtitan.py
+	$(TORCH_VENV)/bin/python -m pytest -m nightly tests/worker
 
 ENGINES_VENV = .venv-engines
 test-engines: ## what needs vLLM or checkpoint-engine, against their own code, in an environment of its own
@@ -98,16 +94,16 @@ lint: $(STAMP) ## the checks without the tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-clean: ## remove what the tools, the builds and the runs left; .venv stays
+clean: ## remove what the tools, the builds and the runs left; the environments stay
 	rm -rf build dist runs results htmlcov .coverage
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is touched last: an installation that broke off is tried again. Which torch is allowed stands in
 # pyproject.toml only, so a change there brings the environment up to date.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "keepstep needs Python 3.11 or newer; name one with: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 1; }
-	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
 	@touch $@

@@ -96,7 +96,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Record the durations where that was asked for."""
+    """Record the durations where that was asked for, and give the collector all objects back.
+
+    Of those it may not collect, nanobind, in the triton of torch 2.15, prints a page at the end of a process.
+    """
+    gc.unfreeze()
     path = session.config.getoption("--record-durations")
     if path and not hasattr(session.config, "workerinput"):  # in the process that hears of all tests
         slowest_first = sorted(SECONDS.items(), key=lambda item: -item[1])

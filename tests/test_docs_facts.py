@@ -12,6 +12,7 @@ from benchmarks.studies import goodput
 from rich.console import Console
 from tests.protocol import test_lease
 from tests.sim import test_mutants
+from tests.support import layouts, loops
 from tests.test_docs import DEPLOY, FENCE, PAGES, PROTOCOL, ROOT, SIMULATION, USAGE, section
 
 from keepstep.cli.cluster import controller
@@ -150,6 +151,47 @@ def test_numbers_in_words_are_those_of_the_code() -> None:
     assert "did not look at its workers for more than half a second" in flat(PROTOCOL)
     assert len(controller_machine.Event.__args__) == 8
     assert "Eight events change the controller's decisions" in flat(PROTOCOL)
+
+
+LAYOUTS_OF = {
+    "DDP": "DDP",
+    "other replicated state": "TP × DP 2 × 2, gradients averaged by the script",
+    "`ZeroRedundancyOptimizer`": "`ZeroRedundancyOptimizer`",
+    "FSDP2": "FSDP2",
+    "HSDP": "HSDP",
+    "tensor": "TP",
+    "pipeline": "pipeline",
+}
+"""README's word for a layout, and the beginning of the names of its drills."""
+LOOPS_OF = {
+    "Hugging Face's Trainer": "hf_trainer",
+    "Accelerate": "cv_accelerate",
+    "Lightning": "lightning_auto",
+    "Fabric": "fabric",
+    "torchtitan": "torchtitan_llama",
+}
+"""README's word for a framework, and the example whose drill has its loop."""
+
+
+def test_what_is_covered_is_what_the_tests_run() -> None:
+    [row] = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| covered |")]
+    [named] = re.findall(r"; (DDP and .*) parallelism\]", row)
+    assert re.split(r", \[?| and ", named) == list(LAYOUTS_OF)
+    assert all(any(name.startswith(begin) for name in layouts.LAYOUTS) for begin in LAYOUTS_OF.values())
+    [named] = re.findall(r"\[that of\]\(.*?\) (.*?);", row)
+    assert re.split(r", | or ", named) == list(LOOPS_OF)
+    drills = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "chaos").glob("test_*.py"))
+    assert all(example in loops.FILES or f'"{example}.py"' in drills for example in LOOPS_OF.values())
+
+
+def test_releases_that_are_covered_are_those_of_the_tests() -> None:
+    [row] = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| covered |")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    [(lowest, above)] = re.findall(r"torch>=2\.(\d+),<2\.(\d+)", " ".join(project["dependencies"]))
+    newest = f"2.{int(above) - 1}"
+    assert f"; torch 2.{lowest} to {newest}, Linux, Python {project['requires-python'].strip('>=')} or newer |" in row
+    assert f"torch=={newest}.*" in project["optional-dependencies"]["dev"], "make test, make test-full, CI"
+    assert f"\nTORCH ?= 2.{lowest}.0\n" in (ROOT / "Makefile").read_text(encoding="utf-8"), "make test-torch"
 
 
 def test_mutants_are_counted() -> None:

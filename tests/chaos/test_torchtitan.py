@@ -1,7 +1,4 @@
-"""torchtitan's Trainer loses ranks: weights, checkpoints and logs come out as without a loss.
-
-``make test-torchtitan`` runs it, in an environment of its own: torchtitan needs a later torch than the other tests.
-"""
+"""torchtitan's Trainer loses ranks: weights, checkpoints and logs come out as without a loss."""
 
 import os
 import random
@@ -18,7 +15,7 @@ from tests.support.jobs import EXAMPLES, drill, run
 
 from keepstep.drill.faults import IN_A_STEP
 
-pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-torchtitan")
+pytest.importorskip("torchtitan", reason="torchtitan needs the newest torch")
 
 SCRIPT = EXAMPLES / "integrations" / "torchtitan_llama.py"
 PLAIN = EXAMPLES / "integrations" / "plain" / SCRIPT.name
@@ -66,7 +63,7 @@ def test_both_ranks_at_once(tmp_path: Path) -> None:
     check(tmp_path, "kill@step=5,phase=backward,rank=1;kill@step=5,phase=backward,rank=0", 2)
 
 
-@pytest.mark.parametrize("option", ["--replicas", "--tensor"])
+@pytest.mark.parametrize("option", ["--replicas", "--tensor", "--pipeline"])
 def test_in_two_dimensions(tmp_path: Path, option: str) -> None:
     faults = [f"kill@step={unit_of(4 + 5 * n)},phase={phase},rank={n}" for n, phase in enumerate(IN_A_STEP[:4])]
     check(tmp_path, ";".join(faults), 1, option, 2, ranks=4)

@@ -1,4 +1,5 @@
-"""Prints the requirements of keepstep and its tests except torch, one per line, for `make test-torch`."""
+"""Prints the requirements of keepstep and its tests, one per line, for `make test-torch`: all but torch, and torchtitan,
+which needs the newest one."""
 
 import tomllib
 from pathlib import Path
@@ -6,4 +7,4 @@ from pathlib import Path
 if __name__ == "__main__":
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = project["dependencies"] + project["optional-dependencies"]["dev"]
-    print("\n".join(each for each in needed if not each.startswith("torch")))
+    print("\n".join(each for each in needed if not each.startswith(("torch>", "torch=", "torchtitan"))))

@@ -1,4 +1,4 @@
-"""torchtitan's Trainer with its llama debug model, under FSDP2, HSDP, or with tensor parallelism.
+"""torchtitan's Trainer with its llama debug model, under FSDP2, HSDP, tensor or pipeline parallelism.
 
     torchrun --nproc-per-node 2 torchtitan_llama.py
 
@@ -76,6 +76,8 @@ def main(args):
     config.debug.seed = 7
     config.parallelism.data_parallel_replicate_degree = args.replicas
     config.parallelism.tensor_parallel_degree = args.tensor
+    config.parallelism.pipeline_parallel_degree = args.pipeline
+    config.training.disable_cuda_graphs = args.pipeline > 1  # torchtitan asks for it, without a GPU too
     config.checkpoint = CheckpointManager.Config(enable=True, interval=10, last_save_in_hf=True)
     config.metrics = MetricsProcessor.Config(log_freq=2, enable_tensorboard=True, disable_color_printing=True)
     config.validator = Validator.Config(enable=True, freq=5, steps=2, dataloader=data)
@@ -94,6 +96,7 @@ if __name__ == "__main__":
     parser.add_argument("--global-batch", type=int, default=-1)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--pipeline", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--out", default="out")
     main(parser.parse_args())

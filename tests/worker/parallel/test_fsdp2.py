@@ -67,6 +67,7 @@ def sharded(variant: dict[str, Any], size: int) -> nn.Module:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "gathered after forward or not, as torch sees fit": {"reshard": None},
     "kept gathered after forward": {"reshard": False},
     "resharded to a smaller group": {"reshard": 2, "ranks": 4},
     "mixed precision": {"mixed": True},
@@ -220,6 +221,23 @@ def test_a_step_interrupted_in_any_collective_gives_the_same_gradients(name: str
     variant = VARIANTS[name]
     for wrong in run_ranks(variant.get("ranks", 2), undone_at_every_collective, tmp_path, variant, seed):
         assert wrong == []
+
+
+def the_first_step_undone(rank: int, size: int, path: Path, seed: int) -> None:
+    """What the first forward of all has decided holds in its repetition: all ranks gather as often, and a new one."""
+    me = Rank(rank, size, path, {"reshard": None}, seed)
+    found = []
+    for _attempt in range(2):
+        me.hand_out()
+        me.breaker.num_entered = 0
+        me.forward_backward(0)
+        found.append((me.gradients(), me.breaker.num_entered))
+        me.undo()
+    assert found[0] == found[1]
+
+
+def test_the_first_step_may_be_interrupted(tmp_path: Path, seed: int) -> None:
+    run_ranks(2, the_first_step_undone, tmp_path, seed)
 
 
 # ---- what else a step begins and ends with --------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""What `docs/upstream.md` says of torch is so. A test that fails here tells that a release of torch behaves better."""
+"""What `docs/upstream.md` says of torch is so. A test that fails here tells that a release of torch behaves better.
+
+Where a release behaves better already, the test holds it to that.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,6 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
+
+IS_BETTER = torch.__version__ >= (2, 15)
 
 
 @contextlib.contextmanager
@@ -48,7 +53,8 @@ def leaked_gradients(rank: int, num_ranks: int, path: Path) -> float:
 
 
 def test_fsdp2_adds_the_gradients_of_a_step_that_was_left(tmp_path: Path) -> None:
-    assert min(run_ranks(2, leaked_gradients, tmp_path)) > 0.1
+    differences = run_ranks(2, leaked_gradients, tmp_path)
+    assert differences == [0.0, 0.0] if IS_BETTER else min(differences) > 0.1
 
 
 def left_in_its_middle(rank: int, num_ranks: int, path: Path) -> float:
@@ -100,7 +106,7 @@ def statistics_after_no_batch(rank: int, num_ranks: int, path: Path) -> int:
 
 
 def test_the_first_step_of_a_pipeline_changes_statistics(tmp_path: Path) -> None:
-    assert run_ranks(1, statistics_after_no_batch, tmp_path) == [1]
+    assert run_ranks(1, statistics_after_no_batch, tmp_path) == [0 if IS_BETTER else 1]
 
 
 def second_step_with_ddp(rank: int, num_ranks: int, path: Path) -> str:

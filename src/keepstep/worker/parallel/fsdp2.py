@@ -2,7 +2,7 @@
 
 A module computes with gathered parameters, and keeps its own shard as DTensors. keepstep protects the DTensors. An
 interrupted step leaves modules gathered, reductions half done, and gradients of gathered parameters that the next
-backward would add to. ``FSDPModule.reset_iter_state()`` resets all of these but the last (torch 2.13).
+backward would add to. ``FSDPModule.reset_iter_state()`` resets all of these but, in torch 2.13, the last.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _GROUP_FLAGS = (
     "unshard_in_backward",
 )
 """Flags of a parameter group that a script may set for a part of a step, as with ``set_requires_gradient_sync()``."""
-_CONTEXT_FLAGS = ("is_last_backward", "post_optim_event")
-"""Such flags of the root's context."""
+_FLAGS_BEFORE_THE_FIRST_FORWARD = tuple(name for name in _GROUP_FLAGS if name != "post_forward_mesh_info")
+"""The first forward sets the other one for good: from then on the root stays gathered after a forward."""
+_CONTEXT_FLAGS = ("is_last_backward", "post_optim_event", "manual_backward_finalization")
+"""Such flags of the root's context. Torch 2.13 does not know the last one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,11 +75,17 @@ class FullySharded(Replicated):
 
     def hand_out(self) -> None:
         """Records the flags that the script may set on modules for a part of a step."""
-        groups = [_Flag(group, name, getattr(group, name)) for group in self._groups() for name in _GROUP_FLAGS]
+        groups = [
+            _Flag(group, name, getattr(group, name))
+            for state in self._states
+            for group in state._fsdp_param_groups
+            for name in (_GROUP_FLAGS if state._is_root is not None else _FLAGS_BEFORE_THE_FIRST_FORWARD)
+        ]
         contexts = [
             _Flag(state._state_ctx, name, getattr(state._state_ctx, name))
             for state in self._states
             for name in _CONTEXT_FLAGS
+            if hasattr(state._state_ctx, name)
         ]
         self._flags = [*groups, *contexts]
 
@@ -127,13 +135,13 @@ def _check(name: str, module: Any) -> None:
     if not hasattr(module, "reset_iter_state"):
         raise ConfigurationError(
             f"protect(): {name} is fully sharded, and torch {torch.__version__} has no FSDPModule.reset_iter_state(), "
-            "without which no interrupted step can be undone: use torch 2.13, or DistributedDataParallel"
+            "without which no interrupted step can be undone: use a release of torch that keepstep names as tested"
         )
     for group in _state_of(module)._fsdp_param_groups:
         if not all(hasattr(parameter, "unsharded_accumulated_grad") for parameter in group.fsdp_params):
             raise ConfigurationError(
                 f"protect(): {name} is fully sharded, and FSDP2 of torch {torch.__version__} keeps gradients in "
-                "another place than keepstep knows: use torch 2.13, or DistributedDataParallel"
+                "another place than keepstep knows: use a release of torch that keepstep names as tested"
             )
         if not all(isinstance(found, SurvivingGroup) for found in group.mesh_info.mesh.get_all_groups()):
             raise ConfigurationError(

@@ -2,13 +2,15 @@
 
 A schedule is not re-entrant: the next step uses what an interrupted one has left in the schedule and its stages. And in
 its first step neighbours exchange the shapes of activations and gradients (torch calls it metadata inference), which a
-replacement has not done. So this adapter drops the state of an interrupted step, and makes all ranks infer the metadata
-again after a recovery.
+replacement has not done. Both have one remedy: before the first step of a generation every rank, survivor or
+replacement, has its schedule as the script built it. The adapter records all attributes and containers of torch's
+pipelining classes before the first step, whatever their names in a release, and puts them back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import gc
 import sys
@@ -22,16 +24,8 @@ from keepstep.errors import ConfigurationError
 from keepstep.typenames import is_named
 from keepstep.worker.parallel.layout import Replicated
 
-_STAGE_LEFTOVERS = ("fwd_cache", "bwd_cache", "output_chunks", "backward_state", "dw_runner")
-"""Containers of a stage that hold parts of one step."""
-_SCHEDULE_LEFTOVERS = ("_internal_losses",)
-_RUNTIME_LEFTOVERS = ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages", "backward_counter")
-"""Such containers of a schedule, and of one that runs several stages on a rank."""
-_INITIALIZED = {
-    "_initialize_stage": ("_stage_forward_initialized", "_stage_backward_initialized"),
-    "_initialize_stages": ("_stages_forward_initialized", "_stages_backward_initialized"),
-}
-"""Method that infers the metadata -> flags that it sets; for one stage on a rank, and for several."""
+_INFERENCE = ("_initialize_stage", "_initialize_stages")
+"""The method that infers the metadata: of schedules with one stage on a rank, and of those with several."""
 
 
 def is_schedule(thing: object) -> bool:
@@ -49,12 +43,14 @@ class Pipelined(Replicated):
             schedules: the protected schedules, by the user's names.
 
         Raises:
-            ConfigurationError: this release of torch keeps the state of a step elsewhere, or a schedule does not suit
+            ConfigurationError: keepstep does not find its way in this release's schedules, or a schedule does not suit
                 DDP.
         """
         for name, schedule in schedules.items():
             _check(name, schedule)
         self._schedules = list(schedules.values())
+        self._as_built: list[_Content] = []
+        """The content of the schedules before the first step."""
 
     @property
     def is_sharded(self) -> bool:
@@ -63,39 +59,84 @@ class Pipelined(Replicated):
 
     def undo(self, *, in_backward: bool) -> None:
         """Drops what the interrupted step has left in schedules and stages, whether in forward or backward."""
-        for schedule in self._schedules:
-            forget_step(schedule)
+        for content in self._as_built:
+            content.put_back()
 
     def new_generation(self) -> None:
-        """Makes all ranks infer the metadata again in the next step.
+        """Makes all ranks infer the metadata in the next step, as in the first step of a schedule.
 
-        Metadata inference runs each stage once on uninitialised tensors (torch 2.13). Its changes of module buffers,
-        such as BatchNorm's statistics, would differ from run to run, so they are undone. And DDP would reduce the first
-        micro-batch separately after it, which rounds differently from a step without metadata inference.
+        Metadata inference runs each stage once on uninitialised tensors. Its changes of module buffers, such as
+        BatchNorm's statistics, would differ from run to run, so they are undone (torch 2.15 does it itself). And DDP
+        would reduce the first micro-batch separately after it, which rounds differently from a step without metadata
+        inference.
         """
+        if not self._as_built:
+            self._as_built = [_Content(schedule) for schedule in self._schedules]
+        for content in self._as_built:
+            content.put_back()
         for schedule in self._schedules:
-            for method, flags in _INITIALIZED.items():
-                if hasattr(schedule, flags[0]):
-                    for flag in flags:
-                        setattr(schedule, flag, False)
+            for method in _INFERENCE:
+                if hasattr(schedule, method):
                     _leave_no_trace_once(schedule, method)
 
 
-def forget_step(schedule: Any) -> None:
-    """Resets a schedule and its stages, as if the step had not begun."""
-    for name in (*_SCHEDULE_LEFTOVERS, *_RUNTIME_LEFTOVERS):
-        if hasattr(schedule, name):
-            getattr(schedule, name).clear()
-    for stage in stages_of(schedule):
-        for name in _STAGE_LEFTOVERS:
-            getattr(stage, name).clear()
-        if stage.args_recv_info:
-            stage.clear_runtime_states()
+class _Content:
+    """All attributes and containers of a schedule and its stages, down to what is not of torch's pipelining.
+
+    Modules, groups, functions and tensors are kept as references; nothing of them is copied.
+    """
+
+    def __init__(self, schedule: Any) -> None:
+        self._found: dict[int, tuple[Any, Any]] = {}
+        self._record(schedule)
+
+    def _record(self, thing: Any) -> None:
+        if id(thing) in self._found:
+            return
+        parts: Sequence[Any]
+        match thing:
+            case tuple():
+                parts = thing
+            case dict():
+                self._found[id(thing)] = (thing, dict(thing))
+                parts = list(thing.values())
+            case list() | set():
+                self._found[id(thing)] = (thing, list(thing))
+                parts = list(thing)
+            case _ if _is_of_pipelining(thing):
+                self._found[id(thing)] = (vars(thing), dict(vars(thing)))
+                parts = list(vars(thing).values())
+            case _:
+                return
+        for part in parts:
+            self._record(part)
+
+    def put_back(self) -> None:
+        for container, content in self._found.values():
+            container.clear()
+            if isinstance(container, list):
+                container.extend(content)
+            else:
+                container.update(content)
+
+
+def _is_of_pipelining(thing: object) -> bool:
+    """Whether an object is of a class of torch's pipelining, or one derived from it, and may change."""
+    if isinstance(thing, (type, enum.Enum, torch.nn.Module)) or not hasattr(thing, "__dict__"):
+        return False
+    return any(base.__module__.startswith("torch.distributed.pipelining") for base in type(thing).__mro__)
 
 
 def stages_of(schedule: Any) -> Sequence[Any]:
-    """This rank's stages of a schedule."""
-    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    """This rank's stages of a schedule.
+
+    Raises:
+        ConfigurationError: this release of torch keeps them elsewhere.
+    """
+    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+    if not all(hasattr(stage, "submod") for stage in stages):
+        raise ConfigurationError(_unknown(schedule, "_stage or _stages with the module of each stage"))
+    return list(stages)
 
 
 def refuse_unprotected(modules: dict[str, torch.nn.Module], schedules: dict[str, Any]) -> None:
@@ -123,34 +164,28 @@ def refuse_unprotected(modules: dict[str, torch.nn.Module], schedules: dict[str,
 
 
 def _check(name: str, schedule: Any) -> None:
-    if _splits_backward(schedule) and any(
-        isinstance(each.submod, DistributedDataParallel) for each in stages_of(schedule)
-    ):
+    stages = stages_of(schedule)
+    if _splits_backward(schedule) and any(isinstance(each.submod, DistributedDataParallel) for each in stages):
         raise ConfigurationError(
             f"protect({name}={type(schedule).__name__}): this schedule computes weight gradients outside of autograd, "
             "and DistributedDataParallel does not reduce those, so that its ranks drift apart; use FSDP2 in the stages"
         )
-    of_stage = (*_STAGE_LEFTOVERS, "args_recv_info", "clear_runtime_states")
-    wanted = [(schedule, _SCHEDULE_LEFTOVERS), *((stage, of_stage) for stage in stages_of(schedule))]
-    if not any(hasattr(schedule, flags[0]) for flags in _INITIALIZED.values()):
-        raise ConfigurationError(_unknown(name, schedule, "its flag of the first step"))
-    for thing, names in wanted:
-        if missing := [each for each in names if not hasattr(thing, each)]:
-            raise ConfigurationError(_unknown(name, thing, ", ".join(missing)))
+    if not any(hasattr(schedule, method) for method in _INFERENCE):
+        raise ConfigurationError(_unknown(schedule, " or ".join(_INFERENCE)))
 
 
 def _splits_backward(schedule: Any) -> bool:
     """Whether a schedule computes weight gradients apart from input gradients, as zero-bubble schedules do."""
-    rows = getattr(schedule, "pipeline_order", {}).values()
+    rows = (getattr(schedule, "pipeline_order", None) or {}).values()
     return any(
         action.computation_type.name == "BACKWARD_WEIGHT" for row in rows for action in row if action is not None
     )
 
 
-def _unknown(name: str, thing: object, missing: str) -> str:
+def _unknown(schedule: Any, missing: str) -> str:
     return (
-        f"protect({name}=...): the {type(thing).__name__} of torch {torch.__version__} lacks {missing}, "
-        "so an interrupted step of it could not be undone; use a release of torch that keepstep names as tested"
+        f"protect(): the {type(schedule).__name__} of torch {torch.__version__} lacks {missing}, so an interrupted "
+        "step of it could not be undone; use a release of torch that keepstep names as tested"
     )
 
 
