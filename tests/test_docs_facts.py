@@ -23,10 +23,10 @@ from keepstep.launcher.cluster import service
 from keepstep.launcher.cluster.flags import DEFAULT_PORT
 from keepstep.protocol import clocks, lease, reliable_channel
 from keepstep.protocol import controller as controller_machine
+from keepstep.protocol.deadlines import DEADLINES, LEASE_S
 from keepstep.protocol.messages import reports
 from keepstep.protocol.node import agent as agent_machine
 from keepstep.protocol.node import liveness
-from keepstep.protocol.node.liveness import LivenessSettings
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
 from keepstep.protocol.recovery.scripts import startup as record
 from keepstep.protocol.recovery.settings import QUARANTINE_FAILURES, QUARANTINE_WINDOW_S
@@ -59,11 +59,15 @@ def mib(num_bytes: int) -> str:
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
-LIVENESS, RECOVERY = LivenessSettings(), RecoverySettings(1, 0)
+RECOVERY = RecoverySettings(1, 0)
+HANG = f"max({DEADLINES.hang_after_s:g} s, {DEADLINES.hang_factor:g}"
 FACTS: list[tuple[Path, str]] = [
-    (README, f"max({LIVENESS.floor_s:g} s, {LIVENESS.factor:g} × the longest recent phase of that kind)"),
+    (README, f"{HANG} × the longest recent phase of its own process)"),
+    (USAGE, f"{HANG} × the longest recent phase of its own process)"),
+    (USAGE, f"a spare takes the rank, at most {DEADLINES.together_s:g} s later"),
+    (USAGE, f"| `--hang-after SECONDS[:FACTOR]` | {DEADLINES.hang_after_s:g}:{DEADLINES.hang_factor:g} |"),
     (README, f"more than {RECOVERY.max_recoveries_without_progress} failures without a completed step"),
-    (README, f"no heartbeat for {controller_machine.LEASE_S:g} s"),
+    (README, f"no heartbeat for {LEASE_S:g} s"),
     (USAGE, f"up to {mib(startup.MAX_RESULT_BYTES)} each: {mib(startup.MAX_VALUE_BYTES)} of what is the same"),
     (USAGE, f"{mib(startup.MAX_VALUE_BYTES)} of what each of its ranks has for itself"),
     (USAGE, f"and {mib(record.MAX_KEPT_BYTES)} of the whole job"),
@@ -72,7 +76,6 @@ FACTS: list[tuple[Path, str]] = [
     (USAGE, f"together {mib(declared.MAX_TABLE_BYTES)}. A checkpoint holds"),
     (USAGE, f"no failure is known within {communicators.DETECTION_S:g} s"),
     (USAGE, f"when no rank has called `init()` for {console.UNPROTECTED_S:g} s"),
-    (USAGE, f"The first phase of each kind has {LIVENESS.unknown_s:g} s"),
     (USAGE, f"killed: {GRACE_S:g} by default"),
     (USAGE, f"Default: {flags.LOOPBACK} and a free port"),
     (USAGE, f"| `--dashboard[=HOST:PORT]` | {process.DEFAULT}, or any free port |"),
@@ -84,18 +87,20 @@ FACTS: list[tuple[Path, str]] = [
     (PROTOCOL, f"they wait another {RECOVERY.spares_grace_s:g} s"),
     (PROTOCOL, f"when a packet that comes {reliable_channel.CROSSING_S:g} s later does not acknowledge it"),
     (PROTOCOL, f"does not acknowledge it, or after {reliable_channel.RESEND_S:g} s"),
-    (PROTOCOL, f"A node has a lease of {controller_machine.LEASE_S:g} s"),
-    (PROTOCOL, f"It gives no node up for {controller_machine.Deadlines().isolated_s:g} s"),
+    (PROTOCOL, f"A node has a lease of {LEASE_S:g} s"),
+    (PROTOCOL, f"It gives no node up for {DEADLINES.isolated_s:g} s"),
     (PROTOCOL, f"for which it holds, {lease.HOLD_S:g} s by default"),
     (PROTOCOL, f"*began* less than {lease.TRUSTED:g} of that time ago"),
     (PROTOCOL, f"take {mib(jobstore.MAX_STORE_BYTES)}, a value {mib(reports.MAX_STORE_VALUE_BYTES)}"),
     (PROTOCOL, f"({mib(startup.MAX_RESULT_BYTES)} each, {mib(startup.MAX_VALUE_BYTES)} of a rank)"),
     (PROTOCOL, f"cut into buckets of at most {mib(restore.RESTORE_BUCKET_BYTES)}"),
     (PROTOCOL, f"`--grace` seconds ({GRACE_S:g} by default)"),
-    (PROTOCOL, f"of the last {liveness.WINDOW} such phases); {LIVENESS.unknown_s:g} s before the first has ended"),
-    (PROTOCOL, f"| {LIVENESS.recovery_s:g} s; each bucket of a transfer counts as a move"),
-    (PROTOCOL, f"(SIGSTOP) | {LIVENESS.stopped_s:g} s from when it was seen"),
-    (PROTOCOL, f"The defaults ({LIVENESS.floor_s:g} s, {LIVENESS.factor:g} times)"),
+    (PROTOCOL, f"the longest of the last {liveness.WINDOW} such phases of this process"),
+    (PROTOCOL, f"first phase of that kind in this job); {DEADLINES.long_s:,.0f} s before the job has had one"),
+    (PROTOCOL, f"| {DEADLINES.recovery_s:g} s; each bucket of a transfer counts as a move"),
+    (PROTOCOL, f"(SIGSTOP) | {DEADLINES.hang_after_s:g} s from when it was seen"),
+    (PROTOCOL, f"It judges a suspicion {DEADLINES.together_s:g} s after it came"),
+    (PROTOCOL, f"the node has {DEADLINES.isolated_s:g} s, and if nothing is left, {DEADLINES.long_s:,.0f} s"),
     (PROTOCOL, f"{declared.MAX_RANK_BYTES >> 10} KiB for each rank, {mib(declared.MAX_TABLE_BYTES)} in all"),
     (ARCHITECTURE, f"unknown fields and frames above {mib(codec.MAX_MESSAGE_BYTES)} are refused"),
     (ARCHITECTURE, f"and its last {tagpage.RING_EVENTS - 1:,} phases"),
@@ -109,7 +114,7 @@ FACTS: list[tuple[Path, str]] = [
     (SECURITY, f"frames above {mib(codec.MAX_MESSAGE_BYTES)} are refused"),
     (SECURITY, f"there are at most {server.MAX_CONNECTIONS:,} connections at a time"),
     (SECURITY, f"{service.MAX_REFUSALS} of them in ten seconds at most"),
-    (DEPLOY, f"given up when nothing was heard of it for `--lease` ({controller_machine.LEASE_S:g} s)"),
+    (DEPLOY, f"given up when nothing was heard of it for `--lease` ({LEASE_S:g} s)"),
     (DEPLOY, f"after `--grace` ({GRACE_S:g} s) it leaves in any case"),
     (DEPLOY, f"`--quarantine {QUARANTINE_FAILURES}:{QUARANTINE_WINDOW_S:g}`"),
     (DEPLOY, f"or {RECOVERY.spares_grace_s:g} s later"),
@@ -140,7 +145,7 @@ def test_numbers_are_those_of_the_code(page: Path) -> None:
 def test_numbers_in_words_are_those_of_the_code() -> None:
     assert (server.ADMISSION_S, service.REFUSALS_S) == (10.0, 10.0)
     assert "whose handshake is not over within ten seconds, or that have had no call for ten seconds" in flat(SECURITY)
-    assert (RECOVERY.start_deadline_s, LIVENESS.blind_s, checkpoint._KEPT) == (1800.0, 0.5, 2)
+    assert (DEADLINES.start_s, DEADLINES.blind_s, checkpoint._KEPT) == (1800.0, 0.5, 2)
     assert "half an hour from the first `keepstep.init()`" in flat(USAGE)
     assert "the others wait for half an hour for one that joins" in flat(DEPLOY)
     assert "the two newest are kept" in flat(USAGE)
@@ -149,8 +154,8 @@ def test_numbers_in_words_are_those_of_the_code() -> None:
     assert lease.RENEWALS == 5
     assert "renews it five times in the time for which it holds" in flat(PROTOCOL)
     assert "did not look at its workers for more than half a second" in flat(PROTOCOL)
-    assert len(controller_machine.Event.__args__) == 8
-    assert "Eight events change the controller's decisions" in flat(PROTOCOL)
+    assert len(controller_machine.Event.__args__) == 9
+    assert "Nine events change the controller's decisions" in flat(PROTOCOL)
 
 
 LAYOUTS_OF = {
@@ -196,13 +201,16 @@ def test_releases_that_are_covered_are_those_of_the_tests() -> None:
 
 def test_mutants_are_counted() -> None:
     assert f"has fired for one of the {len(test_mutants.MUTANTS)}." in flat(SIMULATION)
-    assert len(test_mutants.CASES) == 19
-    assert "Nineteen mutants need what hardly any seed has" in flat(SIMULATION)
+    assert len(test_mutants.CASES) == 25
+    assert "Twenty-five mutants need what hardly any seed has" in flat(SIMULATION)
     assert [*test_mutants.MUTANTS.values()].count(Check.GROUPS) == 11
     assert "Eleven mutants are found: among them claims that are compared without the generation" in flat(PROTOCOL)
     devices = [plant for plant, check in test_mutants.MUTANTS.items() if check is Check.DEVICE]
     assert len(devices) == 7
     assert "each with its rank takes a device that is free and well. Seven mutants are found." in flat(PROTOCOL)
+    kept = [plant for plant, check in test_mutants.MUTANTS.items() if check is Check.LAST_COPY]
+    assert len(kept) == 5
+    assert "that was shorter than the deadline; five mutants are found for the first." in flat(PROTOCOL)
     drains = [plant for plant in test_mutants.MUTANTS if "drain" in plant.__name__]
     assert len(drains) == 6
     assert "that a warm spare could have taken. Six mutants are found." in flat(PROTOCOL)

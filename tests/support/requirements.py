@@ -1,5 +1,5 @@
-"""Prints the requirements of keepstep and its tests, one per line, for `make test-torch`: all but torch, and torchtitan,
-which needs the newest one."""
+"""Prints the requirements of keepstep and its tests, one per line, for `make test-torch`: all but torch and torchtitan,
+which needs the newest torch."""
 
 import tomllib
 from pathlib import Path
