@@ -45,7 +45,7 @@ class Deadlines:
     checkpoint without it. torch's default timeout of a collective with gloo, which the other ranks would wait in."""
     start_s: float = 1800.0
     """How long nodes may take to join, and all ranks to get to their first step; and a fresh process in a recovery."""
-    stop_s: float = 3600.0
+    stop_s: float = 2400.0
     """How long survivors may take to stop. A last resort: an agent finds before that which rank does not."""
     hang_factor: float = 10.0
     """A phase may take this many times as long as its longest recent duration, if that is longer than

@@ -57,7 +57,7 @@ GROUP_FAULTS = ("group error",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
 SUSPENSIONS = ("suspend",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
-OPERATOR_TAKES = 3.0
+OPERATOR_TAKES = 5.0
 """After so many times the longest deadline for silence, a process that is still silent is killed."""
 OF_ONE_PROCESS = frozenset({*PROCESS_FAULTS[:7], *SUSPENSIONS, "spare kill", "two at once"})
 """Faults that the oracle counts only if they hit a process (`Oracle.suffers`)."""

@@ -34,6 +34,9 @@ LEASE_S = 3.0 - 1e-6
 """The length of a node's lease. The controller may evict a node after a silence of this length, and only then."""
 ISOLATED_S = DEADLINES.isolated_s - 1e-6
 """The same if all nodes are silent, because then the controller is more likely cut off itself."""
+CONNECT_S = 10.0
+"""A pause of this length may begin a recovery if ranks connect in it, because each of them waits for the others for
+little longer."""
 MAX_IDLE_RECOVERIES = 8
 """The controller may end a job after this many recoveries without a completed step."""
 MAX_PACKETS_PER_S = 2_000
@@ -329,6 +332,8 @@ class Oracle:
         else:
             self.silence.begins(worker)
             self.drain.troubled(lasts_s)
+        if lasts_s >= CONNECT_S:
+            self.causes.add("a suspension of all ranks", 1 + int(lasts_s / CONNECT_S))
 
     def strikes(self, fault: str, lasts_s: float = 0.0) -> None:
         """Records a fault of a node, of the network or of the controller, or a false hint."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 FAULTS = frozenset({"stop", "deadlock", "slow", "suspend"})
 """Faults that leave a process alive, with its copy of the state."""
 ROUNDING_S = 1e-6
+BEFORE_S = 5.0
+"""A process may have made no progress for so long before a fault silenced it: a phase, or a wait for others."""
 
 
 class SilenceWatch:
@@ -40,7 +42,7 @@ class SilenceWatch:
             return
         deadlines, now_s = self._world.layout.settings.deadlines, self._world.schedule.now_s
         lasts_s = now_s - self._since_s[worker.process]
-        if lasts_s + ROUNDING_S >= deadlines.long_s and self._world.checkpoints():
+        if lasts_s + BEFORE_S >= deadlines.long_s and self._world.checkpoints():
             return
         self._check(
             lambda other: other is worker,
