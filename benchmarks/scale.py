@@ -301,10 +301,12 @@ class Cluster:
         encoded: dict[int, list[wire.EncodedBundle]] = defaultdict(list)
         for (number, _), bundle in zip(bundles, wire.encoded_bundles(each for _, each in bundles), strict=True):
             encoded[number].append(bundle)
-        return [
-            (number, wire.encode(wire.Downward(number in taken, tuple(encoded[number]), tuple(others[number]), ())))
-            for number in sorted(taken | encoded.keys() | others.keys())
-        ]
+        numbers = sorted(taken | encoded.keys() | others.keys())
+        frames = (
+            wire.Downward(number in taken, tuple(encoded[number]), tuple(others[number]), refused=(), publishing=())
+            for number in numbers
+        )
+        return [(number, wire.encode(frame)) for number, frame in zip(numbers, frames, strict=True)]
 
     def _relay_transmits(self, number: int, data: bytes) -> None:
         """Lets a relay turn a frame of the controller into packets, after its earlier work."""

@@ -11,8 +11,11 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
     scale.main()
 
 
-def test_each_world_has_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run(monkeypatch, "--devices", "16")
+@pytest.mark.parametrize("relays", [(), ("--nodes-per-relay", "1")], ids=["without relays", "with two relays"])
+def test_each_world_has_a_row(
+    relays: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "--devices", "16", *relays)
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()[:1].isdigit()]
     assert rows == [str(size) for size in scale.SIZES if size < 16] + ["16"]
 
