@@ -45,8 +45,7 @@ NOT_RUN = {
     "python examples/serve_transformers.py": "tests/chaos/test_generation.py runs it",
     "python examples/rl_loop.py --kill": "tests/chaos/test_rl_loop.py runs it",
     "keepstep simulate --exhaustive 2": "tests/sim/test_exhaustive.py does the same",
-    ".venv/bin/python -m benchmarks.studies.scale --devices 512": "tests/benchmarks/studies runs it with fewer devices",
-    ".venv/bin/python -m benchmarks.studies.goodput": "tests/test_docs_facts.py compares what it prints",
+    ".venv/bin/python benchmarks/scale.py --devices 512": "tests/benchmarks/test_scale.py runs it with fewer devices",
     "make soak SECONDS=600": "it takes ten minutes and writes to docs/; the README's 200 seeds are run",
     "keepstep run --nproc-per-node 3 --spares 1 train.py": "the drill in the next line runs the same job twice",
     (
@@ -337,7 +336,7 @@ def test_no_flag_is_invented() -> None:
     known |= {option for action in controller._parser()._actions for option in action.option_strings}
     known |= {"--no-kill", "--kill-on-bad-exit", "--wait"}  # of Slurm
     known |= {"--otel", "--once", "--recovery", "--listen"}  # of `keepstep run`, of the views
-    known |= {"--plot", "--nodes-per-relay", "--call-us"}  # of benchmarks/studies
+    known |= {"--nodes-per-relay", "--call-us"}  # of benchmarks/scale.py
     known |= {"--steps", "--size", "--batch-size", "--check", "--parallel"}  # of the examples, of docs/diagrams.py
     for page in PAGES:
         shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", FENCE.sub("", page.read_text("utf-8"))))

@@ -11,7 +11,6 @@ from keepstep.errors import ConfigurationError, KeepstepError
 
 EXIT_USAGE = 2
 COMMANDS = {
-    "adopt": ("adopt:main", "print which lines of a training script to change; changes and runs nothing"),
     "run": ("ahead:main", "run a training script; takes torchrun's flags"),
     "controller": ("cluster.controller:main", "run the controller of a job on several nodes"),
     "agent": ("cluster.agent:main", "run the agent of one node of a job whose controller runs elsewhere"),

@@ -4,7 +4,7 @@ The controller is one server: while it works on a packet the next ones wait. Its
 decoding and encoding, and added to the virtual time, so queues become visible. Everything else is the same at every
 world size: the network, and the times of ranks to reach safe points, to connect and to restore (without bytes).
 
-    python -m benchmarks.studies.scale --devices 16384 --plot scale.svg
+    python benchmarks/scale.py --devices 16384 --nodes-per-relay 256
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
-from benchmarks.studies import plots
 from rich.console import Console
 from rich.table import Table
 
@@ -303,10 +301,12 @@ class Cluster:
         encoded: dict[int, list[wire.EncodedBundle]] = defaultdict(list)
         for (number, _), bundle in zip(bundles, wire.encoded_bundles(each for _, each in bundles), strict=True):
             encoded[number].append(bundle)
-        return [
-            (number, wire.encode(wire.Downward(number in taken, tuple(encoded[number]), tuple(others[number]), ())))
-            for number in sorted(taken | encoded.keys() | others.keys())
-        ]
+        numbers = sorted(taken | encoded.keys() | others.keys())
+        frames = (
+            wire.Downward(number in taken, tuple(encoded[number]), tuple(others[number]), refused=(), publishing=())
+            for number in numbers
+        )
+        return [(number, wire.encode(frame)) for number, frame in zip(numbers, frames, strict=True)]
 
     def _relay_transmits(self, number: int, data: bytes) -> None:
         """Lets a relay turn a frame of the controller into packets, after its earlier work."""
@@ -428,13 +428,11 @@ def _row(devices: int, assumptions: Assumptions, nodes_per_relay: int) -> Row:
         return Cluster(devices, assumptions, nodes_per_relay).lose_a_rank()
 
 
-def report(
-    console: Console, devices: int, plot: Path | None, assumptions: Assumptions | None = None, nodes_per_relay: int = 0
-) -> None:
-    """Prints the table and the ratios, and draws the curves.
+def report(console: Console, devices: int, assumptions: Assumptions | None = None, nodes_per_relay: int = 0) -> None:
+    """Prints the table and the ratios.
 
     Raises:
-        ConfigurationError: too few devices, or the plot cannot be drawn.
+        ConfigurationError: too few devices.
     """
     if devices < 2:
         raise ConfigurationError(f"--devices {devices}: allowed are 2 and more")
@@ -458,13 +456,6 @@ def report(
         table.add_row(f"{row.devices:,}", *(f"{part * 1e3:,.1f}" for part in parts), f"{row.num_packets:,}")
     console.print(table)
     console.print(_what_grows(rows), highlight=False)
-    if plot is not None:
-        series = {
-            "stop to resume (virtual)": [(row.devices, row.stop_to_resume_s) for row in rows],
-            "controller, processor time": [(row.devices, row.cpu_s) for row in rows],
-            "the decision alone": [(row.devices, row.decide_cpu_s) for row in rows],
-        }
-        plots.line_chart(plot, "One recovery by world size", "devices", "seconds", series, log_y=True)
 
 
 def _what_grows(rows: list[Row]) -> str:
@@ -483,12 +474,11 @@ def _what_grows(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Prints the study that the command line asks for."""
+    """Prints the table for the world sizes that the command line asks for."""
     parser = argparse.ArgumentParser(description="The controller's cost of one recovery by world size.")
     parser.add_argument(
         "--devices", type=int, default=512, metavar="N", help="the largest world (default: %(default)s)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves, as .svg or .png")
     parser.add_argument(
         "--nodes-per-relay", type=int, default=0, metavar="N", help="0: no relays (default: %(default)s)"
     )
@@ -498,7 +488,7 @@ def main() -> None:
     chosen = parser.parse_args()
     assumptions = Assumptions(call_s=chosen.call_us / 1e6)
     try:
-        report(Console(soft_wrap=True), chosen.devices, chosen.plot, assumptions, chosen.nodes_per_relay)
+        report(Console(soft_wrap=True), chosen.devices, assumptions, chosen.nodes_per_relay)
     except ConfigurationError as error:
         parser.error(str(error))
 
