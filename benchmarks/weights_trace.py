@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-from keepstep.trace.pictures.chrome import ChromeTrace, Track
-from keepstep.trace.pictures.update import STAGES, Work, draw_update
+from keepstep.trace.pictures.chrome import STAGES, ChromeTrace, Work, write_update
+from keepstep.trace.pictures.update import draw_update
 from keepstep.trace.targets import replacing, write_whole
 
 
@@ -23,10 +23,6 @@ class Timeline:
     def devices(self) -> list[int]:
         """The devices that have run a stage."""
         return sorted({work.device for work in self.works})
-
-    def source_of(self, bucket: int) -> int:
-        """Returns the device that has gathered a bucket."""
-        return next(work.device for work in self.works if (work.stage, work.bucket) == ("h2d", bucket))
 
     def busy_share(self, stage: str) -> float:
         """Returns the share of the update in which a stage was busy, on average over the devices."""
@@ -69,13 +65,8 @@ def write_trace(path: Path, timeline: Timeline, title: str) -> Path:
 
 def write_chrome_trace(trace: ChromeTrace, timeline: Timeline) -> None:
     """Writes a trace with a process for each device and a track for each stage."""
-    for device in timeline.devices:
+    pids = {device: device for device in timeline.devices}
+    for device in pids:
         trace.process(device, f"device {device}")
-        for number, name in enumerate(STAGES.values()):
-            trace.track(Track(device, number), name)
-    for work in sorted(timeline.works, key=lambda work: work.begun_ns):
-        name = f"{STAGES[work.stage]} b{work.bucket}"
-        track = Track(work.device, [*STAGES].index(work.stage))
-        args = {"bucket": work.bucket, "source": timeline.source_of(work.bucket)}
-        trace.complete(track, name, work.stage, (work.begun_ns, work.ended_ns), args)
+    write_update(trace, pids, timeline.works, {})
     trace.end()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.published import FOLDER, published_run
 from tests.support.recorded import LONE, simulate_shards
 from tests.trace.pictures.conftest import SEEDS, opened
 
@@ -140,3 +141,26 @@ def test_what_becomes_of_snapshots_is_marked(tmp_path: Path) -> None:
     names = Counter(mark["name"].partition(",")[0] for mark in marks)
     assert (names["snapshot complete"], names["snapshot loaded"]) == (6 * len(LONE) + 1, len(LONE))
     assert all(mark["args"]["bytes"] == SNAPSHOT_BYTES for mark in marks)
+
+
+def test_an_update_of_weights_has_a_track_for_each_device_and_stage(real: Run, tmp_path: Path) -> None:
+    run = opened(published_run(real.folder, tmp_path / "run"))
+    events = exported(run)
+    check(events)
+    devices = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    stages = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found = [
+        (devices[e["pid"]], stages[e["pid"], e["tid"]], e["name"], e["args"]["bucket"], e["args"]["version"])
+        for e in events
+        if e.get("cat") in ("h2d", "broadcast", "reload")
+    ]
+    assert sorted(found) == sorted(
+        (f"weights in {FOLDER}, device {device}", stage, f"{stage} b{bucket}", bucket, 3)
+        for device in (0, 1)
+        for stage in ("H2D", "Broadcast", "Reload")
+        for bucket in range(3)
+    ), "the last committed version"
+    begun_s = run.publications.found[FOLDER].devices[0].committed_span_s[0]
+    (reload,) = (e for e in events if e["name"] == "Reload b1" and devices[e["pid"]].endswith("device 1"))
+    assert reload["ts"] == pytest.approx((begun_s + 0.3 - run.info.started_ns / 1e9) * 1e6)
+    assert reload["dur"] == pytest.approx(0.1e6)

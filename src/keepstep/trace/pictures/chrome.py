@@ -1,4 +1,7 @@
-"""Exports a run as a trace for Perfetto and chrome://tracing: a process for each node, a track for each rank and spare.
+"""Exports a run as a trace for Perfetto and chrome://tracing.
+
+It has a process for each node, with a track for each rank and spare, and a process for each device that publishes
+weights, with a track for each stage.
 
 The format is Google's "Trace Event Format", as JSON. The events are written one by one, each on a line, so that a trace
 may be larger than memory.
@@ -9,6 +12,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -31,6 +35,8 @@ CONTROLLER = 0
 """Number of the trace process with the events of the whole job. Those of the nodes follow."""
 SPARE_TRACKS = 1_000_000
 """Number of the first track of workers without a rank, after those of all ranks."""
+STAGES = {"h2d": "H2D", "broadcast": "Broadcast", "reload": "Reload"}
+"""The stages of an update of published weights, and the names of their tracks."""
 
 
 class Track(NamedTuple):
@@ -100,6 +106,41 @@ class ChromeTrace:
         self._file.write(b"\n]}\n")
 
 
+# ---- an update of published weights ---------------------------------------------------------------------------------
+
+
+class Work(NamedTuple):
+    """The time that one stage of a device works on one bucket."""
+
+    device: int
+    stage: str
+    bucket: int
+    begun_ns: int
+    ended_ns: int
+
+
+def write_update(trace: ChromeTrace, pids: dict[int, int], works: Iterable[Work], args: dict[str, Any]) -> None:
+    """Writes the stages of an update.
+
+    Args:
+        trace: the trace.
+        pids: device -> its process in the trace.
+        works: the works of all devices.
+        args: what the viewers show with each of them, besides its bucket and the device that the bucket comes from.
+    """
+    works = sorted(works, key=lambda work: work.begun_ns)
+    sources = {work.bucket: work.device for work in works if work.stage == "h2d"}
+    for pid in pids.values():
+        for number, name in enumerate(STAGES.values()):
+            trace.track(Track(pid, number), name)
+    for work in works:
+        if work.ended_ns > work.begun_ns:
+            track = Track(pids[work.device], [*STAGES].index(work.stage))
+            told = {"bucket": work.bucket, "source": sources.get(work.bucket)}
+            name = f"{STAGES[work.stage]} b{work.bucket}"
+            trace.complete(track, name, work.stage, (work.begun_ns, work.ended_ns), told | args)
+
+
 # ---- a run ----------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +194,7 @@ class _Export:
         self._events()
         self._stragglers()
         self._write_recoveries()
+        self._weights()
 
     # ---- tracks ------------------------------------------------------------------------------------------------------
 
@@ -301,6 +343,22 @@ class _Export:
             name = f"slow {each.phase}, {each.ratio:.1f} times the others"
             track = self._track(each.rank, holders.get(each.rank))
             self._trace.instant(track, name, "straggler", round(self._now_s * 1e9), args)
+
+    def _weights(self) -> None:
+        """Writes the last update in each folder, as far as its devices have reported it."""
+        num_processes = 1 + len(self._nodes)
+        for publication in self._run.publications.found.values():
+            devices = {rank: each for rank, each in publication.last_devices.items() if each.spans}
+            pids = {rank: num_processes + number for number, rank in enumerate(devices)}
+            num_processes += len(pids)
+            works = []
+            for rank, device in devices.items():
+                self._trace.process(pids[rank], f"weights in {publication.folder}, device {rank}")
+                begun_s = device.committed_span_s[0]
+                for span in device.spans:
+                    begin_ns, end_ns = (round((begun_s + at_s) * 1e9) for at_s in (span.begin_s, span.end_s))
+                    works.append(Work(rank, span.stage, span.bucket, begin_ns, end_ns))
+            write_update(self._trace, pids, works, {"version": publication.version})
 
 
 def _near(taken: list[tuple[float, float]], stretch: Stretch) -> list[tuple[float, float]]:

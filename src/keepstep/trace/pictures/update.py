@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
+from keepstep.trace.pictures.chrome import STAGES, Work
 from keepstep.trace.pictures.drawing import Line, Picture, Rectangle, Shape, Text, labelled_box, text_width
 from keepstep.trace.pictures.timescale import Timescale
 from keepstep.trace.weights.publications import Publication, gigabytes
 
-STAGES = {"h2d": "H2D", "broadcast": "Broadcast", "reload": "Reload"}
 PICTURED_BUCKETS = 12
 MAX_DEVICES = 16
 """Maximum number of drawn devices, those with the lowest ranks."""
 WIDTH, LEFT, RIGHT = 1200, 176, 1180
 FIRST_LANE, ROW_HEIGHT, BAR_HEIGHT = 78, 26, 22
 LANE_HEIGHT = len(STAGES) * ROW_HEIGHT + 18
-
-
-class Work(NamedTuple):
-    """The time that one stage of a device works on one bucket, in nanoseconds on any clock."""
-
-    device: int
-    stage: str
-    bucket: int
-    begun_ns: int
-    ended_ns: int
 
 
 def draw_last_update(publication: Publication) -> Picture:
