@@ -1,4 +1,4 @@
-"""The stages of one update over time: their shares, a trace for chrome://tracing or Perfetto, and a picture."""
+"""The stages of one update over time: their shares, and a trace for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-from keepstep.trace.pictures.chrome import STAGES, ChromeTrace, Work, write_update
-from keepstep.trace.pictures.update import draw_update
-from keepstep.trace.targets import replacing, write_whole
+from keepstep.trace.perfetto import STAGES, ChromeTrace, Work, write_update
+from keepstep.trace.targets import replacing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,20 +52,13 @@ def at_once_ns(works: Iterable[Work], num_stages: int) -> int:
     return total_ns
 
 
-def write_trace(path: Path, timeline: Timeline, title: str) -> Path:
-    """Writes the trace, and the picture next to it. Returns the picture's path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        write_chrome_trace(ChromeTrace(file, timeline.begun_ns, {"title": title}), timeline)
-    picture = path.with_suffix(".svg")
-    write_whole(picture, draw_update(timeline.works, timeline.begun_ns, title).svg().encode())
-    return picture
-
-
-def write_chrome_trace(trace: ChromeTrace, timeline: Timeline) -> None:
+def write_trace(path: Path, timeline: Timeline, title: str) -> None:
     """Writes a trace with a process for each device and a track for each stage."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     pids = {device: device for device in timeline.devices}
-    for device in pids:
-        trace.process(device, f"device {device}")
-    write_update(trace, pids, timeline.works, {})
-    trace.end()
+    with replacing(path) as file:
+        trace = ChromeTrace(file, timeline.begun_ns, {"title": title})
+        for device in pids:
+            trace.process(device, f"device {device}")
+        write_update(trace, pids, timeline.works, {})
+        trace.end()
