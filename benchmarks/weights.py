@@ -3,7 +3,7 @@
     python benchmarks/weights.py                        0.5 and 2 GiB, 2 and 4 devices; minutes on two idle cores
     python benchmarks/weights.py --gib 2 --devices 4    one case
     python benchmarks/weights.py --failures             also the cost of a broken process (--failures only: just that)
-    python benchmarks/weights.py --trace update.json    also a trace of the first case, with update.svg beside it
+    python benchmarks/weights.py --trace update.json    also a trace of the first case, for Perfetto
     python benchmarks/weights.py --quick                a smoke test with a tiny model; nothing is written
 
 Each device has a publisher that holds all of the weights, and a consumer that gets all of them. Each is a process with
@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--atomic", action="store_true", help="consumers load into a second set of tensors")
     parser.add_argument("--failures", nargs="?", const="too", choices=("too", "only"), help="break processes")
     parser.add_argument("--failure-runs", type=int, default=3, help="of each failure (default: %(default)s)")
-    parser.add_argument("--trace", type=Path, help="file for the trace of one update; a picture .svg goes beside it")
+    parser.add_argument("--trace", type=Path, help="file for the trace of one update of the first case, for Perfetto")
     parser.add_argument("--json", action="store_true", help="print the raw figures and nothing else")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for any one wait (default: %(default)s)")
     parser.add_argument(
@@ -226,7 +226,8 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         if args.trace is not None and number == 0:
             later = sorted(case.timelines[1:], key=lambda timeline: timeline.ended_ns - timeline.begun_ns)
             title = f"Publishing {model.num_bytes / GIB:.3g} GiB to {devices} devices"
-            console.print(f"written: {args.trace}, {write_trace(args.trace, later[len(later) // 2], title)}")
+            write_trace(args.trace, later[len(later) // 2], title)
+            console.print(f"written: {args.trace}")
     if args.failures is not None:
         console.print(f"{args.failure_runs} × {len(weights_failures.FAILURES)} failures ...", highlight=False)
         result["failures"] = weights_failures.measure(architecture_of(FAILURE_BYTES), args.failure_runs, args.deadline)

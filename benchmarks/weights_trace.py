@@ -1,4 +1,4 @@
-"""The stages of one update over time: their shares, a trace for chrome://tracing or Perfetto, and a picture."""
+"""The stages of one update over time: their shares, and a trace for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-from keepstep.trace.pictures.chrome import ChromeTrace, Track
-from keepstep.trace.pictures.update import STAGES, Work, draw_update
-from keepstep.trace.targets import replacing, write_whole
+from keepstep.trace.perfetto import STAGES, ChromeTrace, Work, write_update
+from keepstep.trace.targets import replacing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +22,6 @@ class Timeline:
     def devices(self) -> list[int]:
         """The devices that have run a stage."""
         return sorted({work.device for work in self.works})
-
-    def source_of(self, bucket: int) -> int:
-        """Returns the device that has gathered a bucket."""
-        return next(work.device for work in self.works if (work.stage, work.bucket) == ("h2d", bucket))
 
     def busy_share(self, stage: str) -> float:
         """Returns the share of the update in which a stage was busy, on average over the devices."""
@@ -57,25 +52,13 @@ def at_once_ns(works: Iterable[Work], num_stages: int) -> int:
     return total_ns
 
 
-def write_trace(path: Path, timeline: Timeline, title: str) -> Path:
-    """Writes the trace, and the picture next to it. Returns the picture's path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        write_chrome_trace(ChromeTrace(file, timeline.begun_ns, {"title": title}), timeline)
-    picture = path.with_suffix(".svg")
-    write_whole(picture, draw_update(timeline.works, timeline.begun_ns, title).svg().encode())
-    return picture
-
-
-def write_chrome_trace(trace: ChromeTrace, timeline: Timeline) -> None:
+def write_trace(path: Path, timeline: Timeline, title: str) -> None:
     """Writes a trace with a process for each device and a track for each stage."""
-    for device in timeline.devices:
-        trace.process(device, f"device {device}")
-        for number, name in enumerate(STAGES.values()):
-            trace.track(Track(device, number), name)
-    for work in sorted(timeline.works, key=lambda work: work.begun_ns):
-        name = f"{STAGES[work.stage]} b{work.bucket}"
-        track = Track(work.device, [*STAGES].index(work.stage))
-        args = {"bucket": work.bucket, "source": timeline.source_of(work.bucket)}
-        trace.complete(track, name, work.stage, (work.begun_ns, work.ended_ns), args)
-    trace.end()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pids = {device: device for device in timeline.devices}
+    with replacing(path) as file:
+        trace = ChromeTrace(file, timeline.begun_ns, {"title": title})
+        for device in pids:
+            trace.process(device, f"device {device}")
+        write_update(trace, pids, timeline.works, {})
+        trace.end()

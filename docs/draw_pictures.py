@@ -18,7 +18,6 @@ from rich.console import Console
 
 from keepstep.cli.terminal.screen import Screen
 from keepstep.dashboard.process import serving
-from keepstep.trace.pictures.recovery import draw_recovery
 from keepstep.trace.timeline.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +44,7 @@ def take(page: Page, name: str) -> None:
 
 
 def drill(page: Page, folder: Path) -> None:
-    """The page in the middle of a drill, the terminal at the same moment, and one recovery as a picture."""
+    """The page in the middle of a drill, the terminal at the same moment, and the lanes of one recovery."""
     for script in (GPT, GPT.with_name("parallel_gpt.py")):
         shutil.copy(script, folder)  # so that the page names it as a user would
     command = ["drill", "--nproc-per-node", 3, "--dashboard=127.0.0.1:0", "--run-dir", "drill", "--faults", FAULTS]
@@ -60,10 +59,9 @@ def drill(page: Page, folder: Path) -> None:
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             take(page, f"dashboard-{scheme}.png")
+            page.locator("section.time").screenshot(path=PICTURES / f"recovery-{scheme}.png")
         page.emulate_media(color_scheme="light")
         assert job.finish() == 0
-        run.poll()
-        (ROOT / "docs" / "recovery.svg").write_text(draw_recovery(run, 2).svg(), encoding="utf-8")
         run.close()
 
 

@@ -53,7 +53,6 @@ NOT_RUN = {
         '--faults "kill@step=3,phase=backward,rank=1; hang@step=8,phase=forward,rank=0" --json drill.json script.py'
     ): "parsed below; README.md's drill is run, with a kill in every phase",
     "keepstep drill --nproc-per-node 3 --faults none script.py": "tests/chaos has one",
-    "keepstep trace draw run --weights /tmp/weights -o update.svg": "tests/cli/test_pictures.py draws such a picture",
     "keepstep dashboard run": "it serves until it is interrupted; tests/e2e looks at it",
     "keepstep status --run-dir run": "it needs a job that runs at the same time; tests/launcher has one",
     "keepstep status --run-dir run --json": "as above",
@@ -335,7 +334,7 @@ def test_no_flag_is_invented() -> None:
     known |= {"--new", "--node", "--receiver", "--out", "--controller"}  # of `keepstep token` and agent
     known |= {option for action in controller._parser()._actions for option in action.option_strings}
     known |= {"--no-kill", "--kill-on-bad-exit", "--wait"}  # of Slurm
-    known |= {"--otel", "--once", "--recovery", "--listen"}  # of `keepstep run`, of the views
+    known |= {"--otel", "--once", "--listen"}  # of `keepstep run`, of the views
     known |= {"--nodes-per-relay", "--call-us"}  # of benchmarks/scale.py
     known |= {"--steps", "--size", "--batch-size", "--check", "--parallel"}  # of the examples, of docs/diagrams.py
     for page in PAGES:

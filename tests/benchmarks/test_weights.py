@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 from tests.network.lab import why_not
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 DEADLINE_S = 240
 WHY_NOT = why_not()
 
@@ -68,7 +69,10 @@ def test_a_tiny_run_of_everything(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "update.json").read_text("utf-8"))["traceEvents"]
     stages = {(event["pid"], event["cat"]) for event in events if event["ph"] == "X"}
     assert stages == {(device, stage) for device in (0, 1) for stage in ("h2d", "broadcast", "reload")}
-    assert ET.parse(tmp_path / "update.svg").getroot().tag.endswith("svg")
+    command = [sys.executable, str(ROOT / "docs" / "draw_update.py"), "update.json", "update.svg"]
+    subprocess.run(command, cwd=tmp_path, timeout=DEADLINE_S, check=True)
+    drawn = "".join(ET.parse(tmp_path / "update.svg").getroot().itertext())
+    assert all(word in drawn for word in ("device 0", "device 1", "H2D", "Broadcast", "Reload"))
     assert {path.suffix for path in (tmp_path / "results").iterdir()} == {".md", ".json"}
 
 

@@ -129,8 +129,8 @@ def ask_during_a_drill(tmp_path: Path, server: Server, folder: Path) -> tuple[di
     script = [EXAMPLES / "train_gpt.py", *SHAPE, "--batch-size", 4, "--steps", STEPS]
     job = [*script, "--publish", folder, "--publish-every", EVERY]
     path = tmp_path / "drill.json"
-    flags = ["--run-dir", tmp_path / "runs", "--json", path, "--nproc-per-node", 3, "--spares", 1]
-    flags += ["--faults", ";".join(faults)]
+    flags = ["--run-dir", tmp_path / "runs", "--json", path, "--trace", tmp_path / "trace.json"]
+    flags += ["--nproc-per-node", 3, "--spares", 1, "--faults", ";".join(faults)]
     stop = threading.Event()
     with running("drill", *flags, *job) as drill, ThreadPoolExecutor(len(QUESTIONS)) as clients:
         try:
@@ -173,6 +173,9 @@ def test_text_while_ranks_are_killed(tmp_path: Path) -> None:
         assert any(version - 1 <= step < version + EVERY for step in KILLS), f"no process died near {version}:\n{notes}"
     assert (status, last["version"]) == (200, STEPS), notes
     check_what_is_shown(tmp_path / "runs", folder, notes)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    stages = {event["name"].split()[0] for event in events if event.get("args", {}).get("version") == STEPS}
+    assert stages == {"H2D", "Broadcast", "Reload"}
 
     ready_s = min(answer.answered_s for answers in told for answer in answers if answer.status == 200)
     for answers in told:

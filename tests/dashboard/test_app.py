@@ -26,8 +26,6 @@ PATHS = [
     "/api/phases?begin=0&end=1",
     "/api/overview",
     "/metrics",
-    "/recovery/1.svg",
-    "/weights/0.svg",
     "/report",
 ]
 PATHS += ["/static/app.js", "/nothing"]
@@ -105,7 +103,7 @@ def test_nothing_from_outside_can_run_in_the_page(client: Client, path: str) -> 
     with client.http.stream("GET", path) as answer:
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["x-frame-options"] == "DENY"
-        if answer.headers.get("content-type", "").startswith(("text/html", "image/svg")):
+        if answer.headers.get("content-type", "").startswith("text/html"):
             policy = answer.headers["content-security-policy"]
             assert "default-src 'none'" in policy
             assert "script-src 'unsafe" not in policy
@@ -181,25 +179,6 @@ def test_a_stretch_that_makes_no_sense_is_refused(client: Client, query: str, pr
 def test_the_overview_counts_every_step(client: Client, shown: Run) -> None:
     found = client.get("/api/overview").json()
     assert sum(found["steps"]) == sum(shown.pace.buckets) > 0
-
-
-def test_a_recovery_has_its_picture(client: Client, shown: Run) -> None:
-    svg = client.get("/recovery/1.svg")
-    assert svg.headers["content-type"].startswith("image/svg+xml")
-    assert svg.text.startswith("<svg")
-    for missing in (f"/recovery/{len(shown.scenes) + 1}.svg", "/recovery/0.svg", "/recovery/99.svg"):
-        answer = client.get(missing)
-        assert answer.status_code == 404
-        assert f"the run has {len(shown.scenes)} recoveries" in answer.text
-
-
-def test_published_weights_have_a_picture(publishing: Path, client: Client) -> None:
-    with served(publishing) as found:
-        answer = found.get("/weights/0.svg")
-        assert (answer.status_code, answer.headers["content-type"]) == (200, "image/svg+xml")
-        assert "Version 3: 2.00 GB from 2 devices" in answer.text
-        assert found.get("/weights/1.svg").status_code == 404
-    assert client.get("/weights/0.svg").status_code == 404
 
 
 def test_the_report_is_one_file(client: Client, shown: Run) -> None:

@@ -158,11 +158,8 @@ def test_events_can_be_filtered(page: Page, ended: str, told: Run) -> None:
     expect(page.get_by_test_id("event-row").first).to_contain_text(errors[-1].text[:20])
 
 
-def test_pictures_and_report_are_linked(page: Page, ended: str) -> None:
+def test_the_report_is_linked(page: Page, ended: str) -> None:
     opened(page, ended)
-    with page.context.expect_page() as caught:
-        row(page, 1).locator("a").click()
-    expect(caught.value.locator("svg")).to_be_visible()
     with page.context.expect_page() as caught:
         page.get_by_role("link", name="Report").click()
     row(caught.value, 1).wait_for()
@@ -210,9 +207,6 @@ def test_published_weights_have_a_panel(page: Page, folder: Path, tmp_path: Path
         ):
             expect(panel).to_contain_text(text)
         assert panel.evaluate("node => node.scrollWidth <= node.clientWidth")
-        with page.context.expect_page() as caught:
-            page.get_by_role("link", name="Picture of the last update in /run/weights").click()
-        expect(caught.value.locator("svg")).to_contain_text("Version 3: 2.00 GB from 2 devices")
         with page.context.expect_page() as caught:
             page.get_by_role("link", name="Report").click()
         expect(caught.value.get_by_test_id("publication")).to_contain_text("version 3, ")

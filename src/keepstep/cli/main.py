@@ -20,8 +20,8 @@ COMMANDS = {
     "dashboard": ("dashboard:main", "show a run in the browser, while it runs or afterwards"),
     "top": ("top:main", "show a run in the terminal, while it runs"),
     "status": ("status:main", "show the workers of a running job"),
-    "trace": ("pictures:trace", "draw a recovery of a run, or export the run to Perfetto"),
-    "report": ("pictures:report", "write a page about a run: what happened, and what it cost"),
+    "trace": ("views:trace", "export a run to Perfetto"),
+    "report": ("views:report", "write a page about a run: what happened, and what it cost"),
     "simulate": ("simulate:main", "run whole jobs in virtual time, with faults, and check the results"),
 }
 """Name -> its function and its help text. Only the chosen command is imported, so `status` does not wait for torch."""

@@ -27,8 +27,6 @@ from keepstep.dashboard import wire
 from keepstep.dashboard.live import Live
 from keepstep.dashboard.metrics import RunCollector
 from keepstep.dashboard.report import STATIC, html_report, security_policy
-from keepstep.trace.pictures.recovery import draw_recovery
-from keepstep.trace.pictures.update import draw_last_update
 from keepstep.trace.timeline.run import Run, opened
 
 MAX_CHANGES = 200_000
@@ -36,8 +34,6 @@ MAX_CHANGES = 200_000
 SEND_DEADLINE_S = 15.0
 """The server disconnects a page that reads nothing for this long."""
 OWN_ONLY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
-STYLED = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Content security policy of a picture: an inline style sheet, and no scripts."""
 HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -55,7 +51,7 @@ class Dashboard:
         self._counted: Run | None = None
         self.live = Live(folder, self._count)
         self._busy = asyncio.Semaphore(1)
-        """Admits one expensive request at a time. It runs in a thread, on its own copy of the run."""
+        """Admits one request for a report at a time. It runs in a thread, on its own copy of the run."""
 
     def _count(self, run: Run, news: Any) -> None:
         if run is not self._counted:
@@ -90,8 +86,6 @@ class Dashboard:
             Route("/api/phases", self._phases),
             Route("/api/overview", self._overview),
             Route("/metrics", self._metrics),
-            Route("/recovery/{number:int}.svg", self._picture),
-            Route("/weights/{number:int}.svg", self._weights),
             Route("/report", self._report),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
@@ -121,31 +115,16 @@ class Dashboard:
         self.live.poll()
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def _picture(self, request: Request) -> Response:
-        run, number = self._run(), request.path_params["number"]
-        if not 1 <= number <= len(run.scenes):
-            raise HTTPException(404, f"no such picture: the run has {len(run.scenes)} recoveries")
-        picture = await self._apart(run, lambda copy: draw_recovery(copy, number))
-        return Response(picture.svg(), media_type="image/svg+xml", headers={"content-security-policy": STYLED})
-
-    async def _weights(self, request: Request) -> Response:
-        number, found = request.path_params["number"], list(self._run().publications.found.values())
-        if not 0 <= number < len(found) or not any(each.spans for each in found[number].last_devices.values()):
-            raise HTTPException(404, "no such picture: no update there has moved anything yet")
-        picture = draw_last_update(found[number]).svg()
-        return Response(picture, media_type="image/svg+xml", headers={"content-security-policy": STYLED})
-
     async def _report(self, _request: Request) -> Response:
-        report = await self._apart(self._run(), html_report)
-        return Response(report, media_type="text/html", headers={"content-security-policy": security_policy()})
+        folder = self._run().folder
 
-    async def _apart(self, run: Run, make: Callable[[Run], Any]) -> Any:
-        def read_and_make() -> Any:
-            with opened(run.folder) as copy:
-                return make(copy)
+        def read_and_make() -> str:
+            with opened(folder) as copy:
+                return html_report(copy)
 
         async with self._busy:
-            return await asyncio.to_thread(read_and_make)
+            report = await asyncio.to_thread(read_and_make)
+        return Response(report, media_type="text/html", headers={"content-security-policy": security_policy()})
 
     def _run(self) -> Run:
         if self.live.run is None:

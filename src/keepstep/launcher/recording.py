@@ -133,11 +133,11 @@ def record_run(
 
 def write_trace(run_dir: Path, target: Path) -> None:
     """Writes the trace of the run in a folder. It prints errors and does not raise them: the job's result stays."""
-    from keepstep.trace.pictures import chrome  # here, because most jobs do not need it
+    from keepstep.trace import perfetto  # here, because most jobs do not need it
 
     try:
         with opened(run_dir) as run, replacing(target) as file:
-            chrome.write_trace(run, file)
+            perfetto.write_trace(run, file)
     except (OSError, KeepstepError) as error:
         print(f"keepstep: no trace was written: {error}", file=sys.stderr, flush=True)
 

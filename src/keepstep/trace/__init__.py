@@ -1,1 +1,1 @@
-"""The files of a run, and their views: timelines, traces, pictures, reports."""
+"""The files of a run, and their views: timelines, traces, reports."""

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 MAX_REPORTED = 16
-"""Number of spans per stage in a report: a diagram shows only a few buckets."""
-MAX_PICTURED = 16
-"""Ranks below this number report their spans: a diagram shows only this many devices."""
+"""Number of spans per stage in a report. The controller keeps the reports in memory, so a trace of a job has the first
+buckets of an update."""
+MAX_TRACED = 16
+"""Ranks below this number report their spans."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

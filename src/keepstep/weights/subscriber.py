@@ -415,9 +415,7 @@ class Subscriber:
         if bucket is None:
             self._leave("the protocol was broken")
             raise RemoteProtocolError(f"rank {self._device} left out bucket {unchanged.bucket}, out of turn")
-        with self.spans.of("keep", bucket.index):
-            is_held = self._target.keep(bucket, unchanged.checksum)
-        if not is_held:
+        if not self._target.keep(bucket, unchanged.checksum):
             builds = f"version {update.version} builds on version {update.base}"
             reason = f"{builds}, of which bucket {bucket.index} is not what is here"
             self._refuse(connection, update, reason)

@@ -15,7 +15,7 @@ from keepstep.protocol.messages import PublicationStage, StageSpan, WeightsObser
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.memory.mapping.mapped import Mapped
 from keepstep.weights.publisher import Published, Publisher
-from keepstep.weights.spans import MAX_PICTURED, MAX_REPORTED
+from keepstep.weights.spans import MAX_REPORTED, MAX_TRACED
 
 MAX_FAILURES = 32
 """Maximum number of failures reported per update: if a whole node is lost, they are alike."""
@@ -156,7 +156,7 @@ class StepPublication:
             published = ended.result()
             sent_bytes, unchanged_bytes = published.sent_bytes, published.unchanged_bytes
             failures = tuple(map(str, published.failures))
-            spans = spans_of(published, begun_s, at_s) if self._rank < MAX_PICTURED else ()
+            spans = spans_of(published, begun_s, at_s) if self._rank < MAX_TRACED else ()
         self._voice.send(
             WeightsObserved(
                 self._voice.worker,

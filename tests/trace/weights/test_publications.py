@@ -120,7 +120,6 @@ def test_as_plain_data() -> None:
             {"age_s": 6.0, "version": 4, "text": "version 4 was not published: rank 1: is gone"},
             {"age_s": 8.0, "version": 2, "text": "engine-1/dead: has shown nothing for 3 s"},
         ],
-        "has_picture": True,
     }
 
 

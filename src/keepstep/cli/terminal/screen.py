@@ -20,7 +20,7 @@ from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind
 from keepstep.trace.timeline.stragglers import NAMES
 from keepstep.trace.weights.publications import describe_publication, publication_text
 
-# The colours of the dashboard and the pictures, as close as a terminal has them.
+# The colours of the dashboard, as close as a terminal has them.
 PHASE_STYLES = {
     "starting": "cyan",
     "forward": "blue",

@@ -276,20 +276,6 @@ export class Panels {
         element("td", { class: `ms ${part}`, "data-testid": `recovery-ms-${part}` }, milliseconds(parts[part])),
       ),
     );
-    const picture = element(
-      "a",
-      {
-        href: `recovery/${number}.svg`,
-        target: "_blank",
-        rel: "noopener",
-        title: `Picture of recovery ${number}`,
-        class: "picture",
-        "aria-label": `Picture of recovery ${number}`,
-      },
-      "▤",
-    );
-    picture.addEventListener("click", (event) => event.stopPropagation());
-    row.append(element("td", {}, picture));
     if (recovery.superseded) row.classList.add("superseded");
     return row;
   }

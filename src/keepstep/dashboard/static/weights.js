@@ -15,25 +15,11 @@ export function drawWeights({ changed, weights }) {
   $("weights").replaceChildren(...weights.map(publication));
 }
 
-function publication(one, number) {
-  const picture = element(
-    "a",
-    {
-      href: `weights/${number}.svg`,
-      target: "_blank",
-      rel: "noopener",
-      class: "picture",
-      title: "Picture of the last update",
-      "aria-label": `Picture of the last update in ${one.folder}`,
-    },
-    "▤",
-  );
-  picture.hidden = !one.has_picture;
-  const head = element("div", { class: "head" }, element("code", { title: one.folder }, one.folder), picture);
+function publication(one) {
   return element(
     "li",
     { "data-testid": "publication" },
-    head,
+    element("code", { title: one.folder }, one.folder),
     textLine(versionText(one)),
     textLine(consumersText(one), one.lag_versions > 1 ? "warning" : ""),
     textLine(speedText(one)),

@@ -225,7 +225,6 @@ def describe_publication(publication: Publication, now_s: float) -> dict[str, An
             {"age_s": round(now_s - each.at_s, 3), "version": each.version, "text": each.text}
             for each in reversed(publication.failures)
         ],
-        "has_picture": any(device.spans for device in publication.last_devices.values()),
     }
 
 

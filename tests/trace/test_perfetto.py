@@ -4,18 +4,52 @@ import io
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.support.recorded import LONE, simulate_shards
-from tests.trace.pictures.conftest import SEEDS, opened
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.published import FOLDER, published_run
+from tests.support.recorded import LONE, overtaken_run, recorded_run, simulate_shards
 
+from keepstep.protocol.phases import Phase
+from keepstep.shared.tagpage import PHASES
 from keepstep.sim.recording import SNAPSHOT_BYTES
-from keepstep.trace.pictures.chrome import CONTROLLER, ChromeTrace, Track, write_trace
+from keepstep.sim.run import case_of
+from keepstep.sim.run import run as simulate
+from keepstep.trace.perfetto import CONTROLLER, ChromeTrace, Stretch, Track, phase_stretches, without, write_trace
+from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseArray
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.stragglers import Straggler
+
+SEEDS = range(1, 25)
+"""Among them: nodes that are lost, clocks that disagree, failures that overtake each other, jobs that end badly."""
+
+
+def opened(folder: Path) -> Run:
+    """A run, read to its end."""
+    found = Run(folder)
+    found.poll()
+    return found
+
+
+@pytest.fixture
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A real run of three ranks, one of which was killed in the backward of step 12."""
+    found = opened(recorded_run(tmp_path_factory.getbasetemp()).folder)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def overtaken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A real run whose first recovery was overtaken, and whose second was not completed."""
+    found = opened(overtaken_run(tmp_path_factory.getbasetemp()).folder)
+    yield found
+    found.close()
 
 
 def exported(run: Run) -> list[dict[str, Any]]:
@@ -85,8 +119,9 @@ def test_a_run_that_ended_badly(overtaken: Run) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_whatever_happens(simulated: Callable[[int], Run], seed: int) -> None:
-    check(exported(simulated(seed)))
+def test_whatever_happens(tmp_path: Path, seed: int) -> None:
+    simulate(case_of(seed), record=tmp_path)
+    check(exported(opened(tmp_path)))
 
 
 def test_the_check_sees_what_is_wrong() -> None:
@@ -140,3 +175,84 @@ def test_what_becomes_of_snapshots_is_marked(tmp_path: Path) -> None:
     names = Counter(mark["name"].partition(",")[0] for mark in marks)
     assert (names["snapshot complete"], names["snapshot loaded"]) == (6 * len(LONE) + 1, len(LONE))
     assert all(mark["args"]["bytes"] == SNAPSHOT_BYTES for mark in marks)
+
+
+def test_an_update_of_weights_has_a_track_for_each_device_and_stage(real: Run, tmp_path: Path) -> None:
+    run = opened(published_run(real.folder, tmp_path / "run"))
+    events = exported(run)
+    check(events)
+    devices = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    stages = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found = [
+        (devices[e["pid"]], stages[e["pid"], e["tid"]], e["name"], e["args"]["bucket"], e["args"]["version"])
+        for e in events
+        if e.get("cat") in ("h2d", "broadcast", "reload")
+    ]
+    assert sorted(found) == sorted(
+        (f"weights in {FOLDER}, device {device}", stage, f"{stage} b{bucket}", bucket, 3)
+        for device in (0, 1)
+        for stage in ("H2D", "Broadcast", "Reload")
+        for bucket in range(3)
+    ), "the last committed version"
+    begun_s = run.publications.found[FOLDER].devices[0].committed_span_s[0]
+    (reload,) = (e for e in events if e["name"] == "Reload b1" and devices[e["pid"]].endswith("device 1"))
+    assert reload["ts"] == pytest.approx((begun_s + 0.3 - run.info.started_ns / 1e9) * 1e6)
+    assert reload["dur"] == pytest.approx(0.1e6)
+
+
+# ---- the parts of a track -------------------------------------------------------------------------------------------
+
+PAIRS = st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambda pair: (float(pair[0]), float(pair[0] + pair[1])))
+
+
+def disjoint(pairs: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those that do not overlap an earlier one."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(pairs):
+        if not found or begin >= found[-1][1]:
+            found.append((begin, end))
+    return found
+
+
+def covered(stretches: list[Stretch]) -> set[int]:
+    """The whole seconds that lie in some stretches."""
+    return {second for s in stretches for second in range(int(s.begin_s), int(s.end_s))}
+
+
+@given(st.lists(PAIRS, max_size=8), st.lists(PAIRS, max_size=8).map(disjoint))
+def test_without_some_times(pairs: list[tuple[float, float]], taken: list[tuple[float, float]]) -> None:
+    whole = [Stretch("forward", *pair, "forward") for pair in pairs]
+    busy = covered([Stretch("stop", *pair, "stop") for pair in taken])
+    left = list(without(whole, taken))
+    assert covered(left) == covered(whole) - busy
+    assert all(stretch.end_s > stretch.begin_s for stretch in left)
+
+
+def changes(*records: tuple[float, Phase, int], entered_s: float = 0.0) -> PhaseArray:
+    """Phase changes of one worker: (time, phase, step)."""
+    found = np.zeros(len(records), PHASE_DTYPE)
+    for record, (at_s, phase, step) in zip(found, records, strict=True):
+        record["at_ns"], record["phase"], record["step"] = at_s * 1e9, PHASES.index(phase), step
+        record["entered_ns"] = entered_s * 1e9
+    return found
+
+
+def test_phases_become_stretches() -> None:
+    step = changes(
+        (1.0, Phase.FORWARD, 4), (2.0, Phase.BACKWARD, 4), (4.0, Phase.SYNCED, 4), (4.5, Phase.OPTIMIZER, 4),
+        (5.0, Phase.UPDATED, 4), (6.0, Phase.FORWARD, 5),
+    )  # fmt: skip
+    found = [(s.kind, s.begin_s, s.end_s, s.step) for s in phase_stretches(step, 6.5)]
+    assert found == [
+        ("forward", 1.0, 2.0, 4), ("backward", 2.0, 4.0, 4), ("optimizer", 4.5, 5.0, 4), ("forward", 6.0, 6.5, 5)
+    ]  # fmt: skip
+    assert list(phase_stretches(changes(), 1.0)) == []
+
+
+def test_an_interrupted_phase_that_only_waited_says_so() -> None:
+    broken = changes((1.0, Phase.BACKWARD, 4), (9.0, Phase.UPDATED, 3), entered_s=2.0)
+    assert [(s.kind, s.begin_s, s.end_s) for s in phase_stretches(broken, 9.0)] == [
+        ("backward", 1.0, 2.0), ("wait", 2.0, 9.0)
+    ]  # fmt: skip
+    computed = changes((1.0, Phase.BACKWARD, 4), (3.0, Phase.UPDATED, 3), entered_s=2.0)
+    assert [s.kind for s in phase_stretches(computed, 9.0)] == ["backward"]

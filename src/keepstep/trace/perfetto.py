@@ -1,4 +1,7 @@
-"""Exports a run as a trace for Perfetto and chrome://tracing: a process for each node, a track for each rank and spare.
+"""Exports a run as a trace for Perfetto and chrome://tracing.
+
+It has a process for each node, with a track for each rank and spare, and a process for each device that publishes
+weights, with a track for each stage.
 
 The format is Google's "Trace Event Format", as JSON. The events are written one by one, each on a line, so that a trace
 may be larger than memory.
@@ -7,30 +10,31 @@ may be larger than memory.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import json
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from keepstep.protocol.messages import Cause
+from keepstep.protocol.phases import Phase
 from keepstep.shared.tagpage import MOMENTS, PHASES
-from keepstep.trace.pictures.lanes import (
-    Stretch,
-    lost_stretches,
-    phase_stretches,
-    span_stretches,
-    spans_by_rank,
-    vacancy,
-    without,
-)
 from keepstep.trace.record.phaselog import NO_RANK, PhaseArray
 from keepstep.trace.timeline.run import Run
-from keepstep.trace.timeline.scene import Scene, SpanKind
+from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind
 
 CONTROLLER = 0
 """Number of the trace process with the events of the whole job. Those of the nodes follow."""
 SPARE_TRACKS = 1_000_000
 """Number of the first track of workers without a rank, after those of all ranks."""
+COMPUTING = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimizer"}
+WAITS_RATIO = 3.0
+"""An interrupted phase is a wait from its last collective on, if that part is this many times as long as the part
+before."""
+STAGES = {"h2d": "H2D", "broadcast": "Broadcast", "reload": "Reload"}
+"""The stages of an update of published weights, and the names of their tracks."""
 
 
 class Track(NamedTuple):
@@ -100,6 +104,164 @@ class ChromeTrace:
         self._file.write(b"\n]}\n")
 
 
+# ---- an update of published weights ---------------------------------------------------------------------------------
+
+
+class Work(NamedTuple):
+    """The time that one stage of a device works on one bucket."""
+
+    device: int
+    stage: str
+    bucket: int
+    begun_ns: int
+    ended_ns: int
+
+
+def write_update(trace: ChromeTrace, pids: dict[int, int], works: Iterable[Work], args: dict[str, Any]) -> None:
+    """Writes the stages of an update.
+
+    Args:
+        trace: the trace.
+        pids: device -> its process in the trace.
+        works: the works of all devices.
+        args: what the viewers show with each of them, besides its bucket and the device that the bucket comes from.
+    """
+    works = sorted(works, key=lambda work: work.begun_ns)
+    sources = {work.bucket: work.device for work in works if work.stage == "h2d"}
+    for pid in pids.values():
+        for number, name in enumerate(STAGES.values()):
+            trace.track(Track(pid, number), name)
+    for work in works:
+        if work.ended_ns > work.begun_ns:
+            track = Track(pids[work.device], [*STAGES].index(work.stage))
+            told = {"bucket": work.bucket, "source": sources.get(work.bucket)}
+            name = f"{STAGES[work.stage]} b{work.bucket}"
+            trace.complete(track, name, work.stage, (work.begun_ns, work.ended_ns), told | args)
+
+
+# ---- what a rank does ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stretch:
+    """An activity of a rank. If it still lasts, ``end_s`` may be after the last known time."""
+
+    kind: str
+    begin_s: float
+    end_s: float
+    name: str
+    """Its name in the trace."""
+    step: int | None = None
+    generation: int | None = None
+
+
+def without(stretches: Iterable[Stretch], taken: Sequence[tuple[float, float]]) -> Iterator[Stretch]:
+    """Yields the parts of stretches outside of the intervals ``taken``, which must be sorted."""
+    for stretch in stretches:
+        begin_s = stretch.begin_s
+        for taken_s, free_s in taken:
+            if free_s <= begin_s:
+                continue
+            if taken_s >= stretch.end_s:
+                break
+            if taken_s > begin_s:
+                yield dataclasses.replace(stretch, begin_s=begin_s, end_s=taken_s)
+            begin_s = free_s
+        if begin_s < stretch.end_s:
+            yield dataclasses.replace(stretch, begin_s=begin_s)
+
+
+def phase_stretches(changes: PhaseArray, until_s: float) -> Iterator[Stretch]:
+    """Yields the computing phases of one worker as stretches.
+
+    Args:
+        changes: its phase changes, sorted by time.
+        until_s: end of the last phase.
+    """
+    times = (changes["at_ns"] / 1e9).tolist()
+    for number, (change, begin_s) in enumerate(zip(changes, times, strict=True), 1):
+        phase = PHASES[change["phase"]]
+        step, generation = int(change["step"]), int(change["generation"])
+        is_last = number == len(times)
+        follower = None if is_last else changes[number]
+        end_s = until_s if is_last else min(times[number], until_s)
+        if phase not in COMPUTING or end_s <= begin_s:
+            continue
+        kind = COMPUTING[phase]
+        entered_s = float(follower["entered_ns"]) / 1e9 if follower is not None else 0.0
+        if _only_waited(change, follower) and begin_s < entered_s < end_s:
+            yield Stretch(kind, begin_s, entered_s, kind, step, generation)
+            yield Stretch("wait", entered_s, end_s, "wait", step, generation)
+        else:
+            yield Stretch(kind, begin_s, end_s, kind, step, generation)
+
+
+def _only_waited(change: np.void, follower: np.void | None) -> bool:
+    """Whether a worker spent most of an interrupted phase in its last collective."""
+    if follower is None or PHASES[follower["phase"]] is not Phase.UPDATED or PHASES[change["phase"]] is Phase.OPTIMIZER:
+        return False
+    own_ns = int(follower["entered_ns"]) - int(change["at_ns"])
+    return own_ns > 0 and int(follower["at_ns"]) - int(follower["entered_ns"]) > WAITS_RATIO * own_ns
+
+
+def spans_by_rank(scene: Scene) -> dict[int, list[SceneSpan]]:
+    """Returns rank -> its spans, sorted by time."""
+    found: dict[int, list[SceneSpan]] = {}
+    for span in scene.spans():
+        found.setdefault(span.rank, []).append(span)
+    return found
+
+
+def span_stretches(
+    scene: Scene, spans: Iterable[SceneSpan], until_s: float, updates: Sequence[tuple[float, float]]
+) -> Iterator[Stretch]:
+    """Yields the spans of one rank in a recovery as stretches.
+
+    A rank whose gradients were synchronised has usually run its update before its groups are reconnected. Then the
+    activity after that is to send its state.
+
+    Args:
+        scene: the recovery.
+        spans: the spans of the rank.
+        until_s: end of a span that still lasts.
+        updates: times of the rank's updates.
+    """
+    for span in spans:
+        kind, end_s = span.kind, until_s if span.end_s is None else span.end_s
+        if kind is SpanKind.ADVANCE and any(span.rank in transfer.sources for transfer in scene.transfers):
+            has_run = any(scene.record.begun_s <= ended_s <= span.begin_s for _, ended_s in updates)
+            kind = SpanKind.SEND if has_run else kind
+        yield Stretch(str(kind), span.begin_s, end_s, LABELS[kind])
+
+
+def lost_stretches(scene: Scene, rank: int) -> Iterator[Stretch]:
+    """Yields the time from a rank's failure until the controller learned of it."""
+    for failure, at_s in scene.failures():
+        if failure.rank == rank and at_s < scene.record.begun_s:
+            hangs = failure.cause in (Cause.HANG, Cause.STOPPED)
+            name = "hangs" if hangs else "lost, not detected yet"
+            yield Stretch("silent", at_s, scene.record.begun_s, name)
+
+
+def vacancy(scene: Scene, rank: int, spans: Sequence[SceneSpan], until_s: float) -> Stretch | None:
+    """Returns the time in which no worker held a rank; None if the rank was not lost.
+
+    Args:
+        scene: the recovery.
+        rank: the rank.
+        spans: the rank's spans in that recovery.
+        until_s: the end, if the recovery has none yet.
+    """
+    lost = [(failure, at_s) for failure, at_s in scene.failures() if failure.rank == rank]
+    if not lost:
+        return None
+    begin_s = max(scene.record.begun_s, lost[0][1])
+    taken_s = [span.begin_s for span in spans if span.kind not in (SpanKind.STOP, SpanKind.DECIDE)]
+    end_s = min((at_s for at_s in taken_s if at_s >= begin_s), default=scene.end_s or until_s)
+    name = f"no worker holds rank {rank}: {lost[0][0].detail}"
+    return Stretch("gone", begin_s, max(begin_s, end_s), name)
+
+
 # ---- a run ----------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +315,7 @@ class _Export:
         self._events()
         self._stragglers()
         self._write_recoveries()
+        self._weights()
 
     # ---- tracks ------------------------------------------------------------------------------------------------------
 
@@ -205,7 +368,7 @@ class _Export:
                     track = self._track(rank, self._holder(scene, rank, stretch.kind))
                     record = scene.record
                     args = {"recovery": scene.number, "generation": record.generation, "step": record.resume_step}
-                    self._trace.complete(track, stretch.hint, "recovery", span_ns, args)
+                    self._trace.complete(track, stretch.name, "recovery", span_ns, args)
                     places.setdefault((scene.number, stretch.kind, rank), (track, span_ns[0]))
         for scene in self._run.scenes:
             self._write_failures(scene)
@@ -274,7 +437,7 @@ class _Export:
             for part in without([stretch], near):
                 span_ns = round(part.begin_s * 1e9), round(part.end_s * 1e9)
                 if span_ns[1] > span_ns[0]:
-                    self._trace.complete(track, stretch.kind, "step", span_ns, args)
+                    self._trace.complete(track, stretch.name, "step", span_ns, args)
         return completed
 
     def _moments(self) -> None:
@@ -301,6 +464,22 @@ class _Export:
             name = f"slow {each.phase}, {each.ratio:.1f} times the others"
             track = self._track(each.rank, holders.get(each.rank))
             self._trace.instant(track, name, "straggler", round(self._now_s * 1e9), args)
+
+    def _weights(self) -> None:
+        """Writes the last update in each folder, as far as its devices have reported it."""
+        num_processes = 1 + len(self._nodes)
+        for publication in self._run.publications.found.values():
+            devices = {rank: each for rank, each in publication.last_devices.items() if each.spans}
+            pids = {rank: num_processes + number for number, rank in enumerate(devices)}
+            num_processes += len(pids)
+            works = []
+            for rank, device in devices.items():
+                self._trace.process(pids[rank], f"weights in {publication.folder}, device {rank}")
+                begun_s = device.committed_span_s[0]
+                for span in device.spans:
+                    begin_ns, end_ns = (round((begun_s + at_s) * 1e9) for at_s in (span.begin_s, span.end_s))
+                    works.append(Work(rank, span.stage, span.bucket, begin_ns, end_ns))
+            write_update(self._trace, pids, works, {"version": publication.version})
 
 
 def _near(taken: list[tuple[float, float]], stretch: Stretch) -> list[tuple[float, float]]:

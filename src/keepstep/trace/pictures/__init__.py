@@ -1,1 +1,0 @@
-"""Pictures, traces and reports of a run."""
