@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,15 @@ def command(*arguments: object) -> list[str]:
 class RunningJob:
     """A job in the background, marked so that all of its processes can be found."""
 
-    def __init__(self, *arguments: object, cwd: Path | None = None) -> None:
+    def __init__(self, *arguments: object, cwd: Path | None = None, prefix: Sequence[str] = ()) -> None:
+        """Args:
+        arguments: of ``keepstep``.
+        cwd: the working directory; None: that of this process.
+        prefix: the command that starts it, such as ``nohup``.
+        """
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            command(*arguments),
+            [*prefix, *command(*arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -80,18 +85,18 @@ class RunningJob:
 
 
 @contextlib.contextmanager
-def running(*arguments: object, cwd: Path | None = None) -> Iterator[RunningJob]:
+def running(*arguments: object, cwd: Path | None = None, prefix: Sequence[str] = ()) -> Iterator[RunningJob]:
     """Runs a job in the background. All of its processes end with the ``with`` block."""
-    job = RunningJob(*arguments, cwd=cwd)
+    job = RunningJob(*arguments, cwd=cwd, prefix=prefix)
     try:
         yield job
     finally:
         job.end()
 
 
-def run(*arguments: object, cwd: Path | None = None) -> tuple[int, str, str]:
+def run(*arguments: object, cwd: Path | None = None, prefix: Sequence[str] = ()) -> tuple[int, str, str]:
     """Runs the command to its end and checks that no process is left; returns exit code, stdout, stderr."""
-    with running(*arguments, cwd=cwd) as job:
+    with running(*arguments, cwd=cwd, prefix=prefix) as job:
         result = job.finish()
         job.wait_until_gone()
     return result

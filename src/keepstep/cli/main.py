@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # `python -m` puts the working directory there: see `keepstep.programs.own_command`
+
 import argparse
 import importlib
-import sys
 
 import keepstep
 from keepstep.errors import ConfigurationError, KeepstepError

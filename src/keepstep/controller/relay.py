@@ -16,7 +16,7 @@ import sys
 import time
 
 from keepstep.errors import KeepstepError, PeerLost
-from keepstep.parent_death import end_with_parent
+from keepstep.programs import end_with_parent
 from keepstep.protocol.relay.bundle import NodeConnected, NodeSaid, PacketBundle
 from keepstep.protocol.relay.gathering import BEAT_S, Gathering
 from keepstep.protocol.transfer.directory import PublishingNode

@@ -22,7 +22,7 @@ from keepstep.launcher.cluster.hosting import EXIT_SUPERSEDED
 from keepstep.launcher.cluster.service import ControllerOptions, run_controller
 from keepstep.launcher.cluster.trust import HOW_TO_SHARE, secret_of, server_files_of
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
-from keepstep.parent_death import end_with_parent
+from keepstep.programs import end_with_parent
 from keepstep.protocol.lease import HOLD_S
 
 MIN_TAKEOVER_S, MAX_TAKEOVER_S = 1.0, 3600.0

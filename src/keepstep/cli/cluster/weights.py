@@ -16,7 +16,7 @@ from keepstep.cli.cluster.weights_metrics import metrics_in, metrics_text
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.cluster.flags import add_secret_flag, endpoint_of
 from keepstep.launcher.cluster.trust import HOW_TO_SHARE, believing, secret_of
-from keepstep.parent_death import end_with_parent
+from keepstep.programs import end_with_parent
 from keepstep.trace.targets import check_target
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, read_private

@@ -30,7 +30,7 @@ from typing import NoReturn
 
 import msgspec
 
-from keepstep.parent_death import end_with_parent
+from keepstep.programs import end_with_parent, own_command
 from keepstep.transports.spawning import (
     LIFELINE_FD,
     LINK_FD,
@@ -163,7 +163,7 @@ def _execute(request: SpawnWorker) -> NoReturn:
     command = list(request.command)
     if not request.raw:
         flag = ["-m"] if request.module else []
-        command = [sys.executable, "-m", "keepstep.worker.process.bootstrap", *flag, *command]
+        command = own_command("keepstep.worker.process.bootstrap", *flag, *command)
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # ignored here, and a child inherits that
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -225,24 +225,34 @@ def private_bytes() -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) * 1024
 
 
-def preload(modules: list[str]) -> RunScript:
-    """Imports what every worker needs, so that forks share it. Returns the function that a worker runs."""
+def preload(modules: list[str], path: str | None) -> RunScript:
+    """Imports what every worker needs, so that forks share it. Returns the function that a worker runs.
+
+    Args:
+        modules: the modules that the user has named.
+        path: where they are looked for first.
+    """
     import torch._dynamo  # noqa: F401 - optimizers import it at their first use, which takes about a second
 
     from keepstep.worker.process.bootstrap import run_script
 
+    if path is not None:  # after our own imports: a module of the user must not take the place of one of theirs
+        sys.path.insert(0, path)
     for module in modules:
         importlib.import_module(module)
+    if path is not None:
+        sys.path.remove(path)
     return run_script
 
 
 def main() -> None:
-    """Entry: ``python -m keepstep.worker.process.spawner --fd N --parent PID [--fork] [--preload MODULE]``."""
+    """Entry of the program that `keepstep.agent.spawner.SpawnerProcess` starts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--fork", action="store_true")
     parser.add_argument("--preload", action="append", default=[])
+    parser.add_argument("--preload-path")
     gc.disable()  # imports make no garbage, and looking for it takes a quarter of the time of importing torch
     arguments = parser.parse_args()
     os.setsid()
@@ -251,7 +261,7 @@ def main() -> None:
     sweeper = Sweeper()
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    run_script = preload(arguments.preload) if arguments.fork else None
+    run_script = preload(arguments.preload, arguments.preload_path) if arguments.fork else None
     gc.freeze()  # forked workers then share the interpreter's objects instead of copying them
     gc.enable()
     Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script).serve()

@@ -1,0 +1,57 @@
+"""What all programs of keepstep do alike: launcher, controller, agent, and their children."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pkgutil
+import signal
+import sys
+
+from keepstep.config import has_safe_path
+
+_PR_SET_PDEATHSIG = 1
+"""From <linux/prctl.h>."""
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def own_command(module: str, *arguments: str) -> list[str]:
+    """Returns the command line that runs one of keepstep's own modules as a program.
+
+    With ``-P`` Python does not put the working directory in front of the library: that may be the user's project, with
+    a ``random.py`` in it.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def first_on_path(script: str | None, working_dir: str) -> str | None:
+    """Returns what Python puts in front of its search path for modules when it runs a script; None for nothing.
+
+    Args:
+        script: path of a file, or of a folder or zip file with a ``__main__.py``; None for a module (``-m``).
+        working_dir: the working directory of the process that runs it.
+    """
+    if script is not None and is_container(path := os.path.join(working_dir, script)):
+        return path
+    if has_safe_path():
+        return None
+    return working_dir if script is None else os.path.dirname(os.path.realpath(path))
+
+
+def is_container(path: str) -> bool:
+    """Whether Python looks for a ``__main__.py`` in what it is told to run: in a folder or a zip file."""
+    return pkgutil.get_importer(path) is not None
+
+
+def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Asks the kernel to send this process a signal when its parent dies. Exits at once if it has died already.
+
+    Call it as early as possible.
+
+    Args:
+        parent: process id of the parent.
+        number: the signal.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,65 @@
+"""What surrounds a job: the folder, the streams and the signals that it is started with."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from tests.support.jobs import run
+
+TRAIN = """
+    import json, os, sys
+    from pathlib import Path
+
+    import torch
+
+    import keepstep
+
+
+    class Ones(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.ones(4)
+
+
+    if __name__ == "__main__":
+        session = keepstep.init(seed=0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.protect(model=model, optimizer=optimizer)
+        os.chdir("out")  # as Hydra does
+        value = (Path(__file__).parent / "value.txt").read_text()
+        import sibling  # for the first time
+        loader = torch.utils.data.DataLoader(Ones(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
+        for step, batch in session.batches(loader, steps=4):
+            with step:
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        import random  # the library's
+        try:
+            import figures
+        except ImportError:
+            figures = None
+        print("saw", json.dumps([value, sibling.VALUE, hasattr(random, "Random"), figures is None]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_project_has_modules_in_its_root_that_are_named_like_others(method: str, tmp_path: Path) -> None:
+    """And a script that changes its directory; both runs of a drill, with their page, are started there."""
+    for name in ("scripts", "out", "figures"):
+        (tmp_path / name).mkdir()
+    for name in ("random.py", "copy.py", "socket.py", "json.py", "msgspec.py", "figures/__init__.py"):
+        (tmp_path / name).write_text("def helper(): return 1\n")
+    (tmp_path / "scripts" / "value.txt").write_text("beside it")
+    (tmp_path / "scripts" / "sibling.py").write_text("VALUE = 'sibling'")
+    (tmp_path / "scripts" / "train.py").write_text(textwrap.dedent(TRAIN))
+    flags = ("--nproc-per-node", 1, "--spares", 0, "--faults", "none", "--start-method", method)
+    code, out, err = run("drill", *flags, "--dashboard=127.0.0.1:0", "scripts/train.py", cwd=tmp_path)
+    assert code == 0, err
+    assert out.count('saw ["beside it", "sibling", true, true]') == 2, out
+    assert "Traceback" not in err
