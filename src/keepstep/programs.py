@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pkgutil
@@ -22,6 +23,25 @@ def own_command(module: str, *arguments: str) -> list[str]:
     a ``random.py`` in it.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def begin() -> None:
+    """Makes true what a program of keepstep relies on, whatever has started it. Call it first.
+
+    A service or a cron job may start it without standard streams. The next file or socket would get such a descriptor,
+    and the output of a C library would go there. If SIGCHLD is ignored, the kernel reaps children itself, and nobody
+    learns how they ended.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # Python's own, for a descriptor that was closed
+            stream = os.fdopen(descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def first_on_path(script: str | None, working_dir: str) -> str | None:
@@ -55,3 +75,10 @@ def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
     _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def flush() -> None:
+    """Writes out what was printed. In place of a stream a script may have left None, a closed file, or anything."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # of a class of the script's own, which may lack flush()
+            stream.flush()

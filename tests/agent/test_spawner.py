@@ -256,6 +256,28 @@ def test_what_is_left_at_the_end_is_done(forker: Crew, tmp_path: Path) -> None:
     assert worker.stdout == "executor;script;thread;handler;"
 
 
+@pytest.mark.parametrize("left", ["None", "object()", "open(os.devnull)", "Broken()", "sys.stdout.close()"])
+def test_a_script_may_leave_anything_in_place_of_its_output(left: str, forker: Crew, tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        f"""
+        import io, os, sys
+        class Broken(io.TextIOBase):
+            def writable(self): return True
+            def flush(self): raise RuntimeError("not today")
+        print("before")
+        sys.stdout = {left}
+        """,
+    )
+    worker = forker.spawn(script)
+    assert (worker.status, worker.stdout, worker.stderr) == (0, "before\n", "")
+
+
+def test_a_script_may_end_without_its_streams(crew: Crew, tmp_path: Path) -> None:
+    worker = crew.spawn(write(tmp_path, "import sys; print('before'); sys.stdout = sys.stderr = None"))
+    assert (worker.status, worker.stdout, worker.stderr) == (0, "before\n", "")
+
+
 def test_a_fork_has_one_thread_and_nothing_to_say(forker: Crew, tmp_path: Path) -> None:
     worker = forker.spawn(write(tmp_path, "import threading; print(threading.active_count(), end='')"))
     assert (worker.status, worker.stdout, worker.stderr) == (0, "1", "")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import run
+from tests.support.jobs import SCRIPTS, run
 
 TRAIN = """
     import json, os, sys
@@ -63,3 +64,15 @@ def test_a_project_has_modules_in_its_root_that_are_named_like_others(method: st
     assert code == 0, err
     assert out.count('saw ["beside it", "sibling", true, true]') == 2, out
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("flags", [("--tee", 3), ("--start-method", "spawn")], ids=["tee", "spawn"])
+def test_a_service_may_start_it_without_any_stream(flags: tuple[object, ...], tmp_path: Path) -> None:
+    without = ("/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
+    report = tmp_path / "report.json"
+    code, out, err = run(
+        "run", "--nproc-per-node", 2, *flags, "--run-dir", tmp_path / "run", "--report", report, SCRIPTS / "tiny.py",
+        prefix=without,
+    )  # fmt: skip
+    assert (code, out, err) == (0, "", "")
+    assert json.loads(report.read_text())["exit_code"] == 0

@@ -12,6 +12,7 @@ import importlib
 
 import keepstep
 from keepstep.errors import ConfigurationError, KeepstepError
+from keepstep.programs import begin
 
 EXIT_USAGE = 2
 COMMANDS = {
@@ -34,6 +35,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs ``keepstep`` and returns its exit code."""
+    begin()
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="keepstep", description="Lose a device, keep the step.")
     parser.add_argument("--version", action="version", version=f"keepstep {keepstep.__version__}")

@@ -15,6 +15,7 @@ import uvicorn
 
 from keepstep.dashboard.app import Dashboard
 from keepstep.dashboard.settings import ServerSettings
+from keepstep.programs import begin
 
 NICENESS = 19
 """Training has priority: on a machine without idle time, the dashboard gets about a hundredth of a core."""
@@ -56,6 +57,7 @@ async def _serve(settings: ServerSettings) -> None:
 
 def main() -> None:
     """Runs until standard input ends."""
+    begin()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job handles Ctrl-C, and ends this process
     os.nice(NICENESS)
     with contextlib.suppress(OSError):  # a container may forbid it; then the niceness remains

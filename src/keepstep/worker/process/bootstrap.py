@@ -15,7 +15,7 @@ from types import ModuleType, TracebackType
 
 from keepstep.config import has_no_rank, has_safe_path, rank_environment, spare_to_park
 from keepstep.errors import ConfigurationError, StepInterrupted, UsageError
-from keepstep.programs import first_on_path, is_container
+from keepstep.programs import begin, first_on_path, is_container
 from keepstep.protocol.messages import WorkerFailed, text
 from keepstep.worker.parking import park
 from keepstep.worker.session import current_session
@@ -155,11 +155,10 @@ def _explain(error: BaseException) -> None:
 
 def main() -> None:
     """Entry of a worker started as a fresh interpreter: ``python -m keepstep.worker.process.bootstrap [-m] ...``."""
+    begin()
     module = sys.argv[1] == "-m"
     command = tuple(sys.argv[2:] if module else sys.argv[1:])
-    code = run_script(command, module)
-    sys.stdout.flush()
-    sys.exit(code)
+    sys.exit(run_script(command, module))
 
 
 if __name__ == "__main__":

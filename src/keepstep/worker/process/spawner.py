@@ -30,7 +30,7 @@ from typing import NoReturn
 
 import msgspec
 
-from keepstep.programs import end_with_parent, own_command
+from keepstep.programs import begin, end_with_parent, flush, own_command
 from keepstep.transports.spawning import (
     LIFELINE_FD,
     LINK_FD,
@@ -175,13 +175,15 @@ def _execute(request: SpawnWorker) -> NoReturn:
 
 def _leave(code: int) -> NoReturn:
     """Ends a forked worker as an interpreter would: exit handlers, buffers, then exit without the spawner's stack."""
-    threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter itself calls; joins executors, too
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    _write_out_files()
-    os._exit(code)
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter itself calls; joins executors, too
+        atexit._run_exitfuncs()
+        flush()
+        _write_out_files()
+    except BaseException:  # such as Ctrl-C while a thread is joined
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def _write_out_files() -> None:
@@ -195,7 +197,7 @@ def _write_out_files() -> None:
         each for each in gc.get_objects() if issubclass(type(each), io.IOBase) and not isinstance(each, io.RawIOBase)
     ]
     for file in sorted(files, key=lambda each: (not isinstance(each, io.TextIOWrapper), isinstance(each, buffers))):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # of a class of the script's own; the interpreter ignores it, too
             if file.closed or not file.writable():
                 continue
             if isinstance(file, (io.TextIOWrapper, *buffers)):
@@ -247,6 +249,7 @@ def preload(modules: list[str], path: str | None) -> RunScript:
 
 def main() -> None:
     """Entry of the program that `keepstep.agent.spawner.SpawnerProcess` starts."""
+    begin()
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
