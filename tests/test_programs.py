@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.programs import own_command
+from keepstep.programs import own_command, unless_ignored
 
 SOURCE = Path(__file__).parents[1] / "src" / "keepstep"
 
@@ -75,3 +75,28 @@ def test_children_are_waited_for_also_where_they_were_to_be_ignored() -> None:
 
 def test_a_program_is_started_without_the_working_directory() -> None:
     assert own_command("keepstep.cli.main", "status") == [sys.executable, "-P", "-m", "keepstep.cli.main", "status"]
+
+
+def test_what_was_ignored_at_the_start_is_not_to_be_handled() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        assert unless_ignored(signal.SIGUSR1, signal.SIGUSR2) == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_handlers_of_signals_are_set_where_that_is_asked() -> None:
+    """Any other place may forget to ask whether the signal was ignored."""
+    setting = re.compile(r"signal\.signal\(|add_signal_handler\(|sigwait\(")
+    found = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if setting.search(path.read_text())}
+    assert found == {
+        "launcher/signals.py",
+        "cli/cluster/weights.py",
+        "cli/top.py",
+        # They ignore signals, or restore what there was; a fault of the drill removes a handler.
+        "programs.py",
+        "controller/relay.py",
+        "dashboard/__main__.py",
+        "drill/worker_injector.py",
+        "worker/process/spawner.py",
+    }

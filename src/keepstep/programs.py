@@ -14,6 +14,9 @@ from keepstep.config import has_safe_path
 _PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>."""
 _libc = ctypes.CDLL(None, use_errno=True)
+END_AT_ONCE = signal.SIGRTMAX
+"""Ends a child of keepstep at once. Its parent sends it, or the kernel when the parent dies. Terminals, schedulers and
+`nohup` leave real-time signals alone: neither do they send this one, nor has anybody ignored it."""
 
 
 def own_command(module: str, *arguments: str) -> list[str]:
@@ -61,6 +64,15 @@ def first_on_path(script: str | None, working_dir: str) -> str | None:
 def is_container(path: str) -> bool:
     """Whether Python looks for a ``__main__.py`` in what it is told to run: in a folder or a zip file."""
     return pkgutil.get_importer(path) is not None
+
+
+def unless_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Returns those of the signals that this program may handle: all but those that were ignored when it was started.
+
+    `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT and SIGQUIT for a command in the background.
+    Such a signal stays ignored, as in programs that do not handle it.
+    """
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:

@@ -160,6 +160,20 @@ LOOK_AROUND = """
 """
 
 
+def test_an_interrupt_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
+    """In the background of a shell script. A command of the user's own inherits it, too."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        crew = Crew(fork=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        script = write(tmp_path, "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)")
+        assert [crew.spawn(script).stdout, crew.spawn(PYTHON, script, raw=True).stdout] == ["True\n"] * 2
+    finally:
+        crew.close()
+
+
 @pytest.fixture(scope="module")
 def seen(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     script = write(tmp_path_factory.mktemp("script"), LOOK_AROUND)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import textwrap
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import SCRIPTS, run
+from tests.support.jobs import IGNORED, IGNORING, SCRIPTS, ignored_by, run, running
 
 TRAIN = """
     import json, os, sys
@@ -76,3 +78,23 @@ def test_a_service_may_start_it_without_any_stream(flags: tuple[object, ...], tm
     )  # fmt: skip
     assert (code, out, err) == (0, "", "")
     assert json.loads(report.read_text())["exit_code"] == 0
+
+
+def test_signals_that_were_ignored_at_the_start_stay_ignored(tmp_path: Path) -> None:
+    """`nohup`, then the terminal goes away: its whole process group gets SIGHUP. A drain is still possible."""
+    flags = ("--nproc-per-node", 2, "--run-dir", tmp_path / "run", "--dashboard=127.0.0.1:0")
+    with running("run", *flags, SCRIPTS / "drained.py", tmp_path, "checkpoint", 100_000, prefix=IGNORING) as job:
+        assert job.process.stdout is not None
+        assert "trains" in job.process.stdout.readline()
+        processes = job.processes()
+        # launcher, spawner, sweeper, page, two ranks and a spare
+        assert [ignored_by(pid) for pid in processes] == [IGNORED] * 7
+        for number in IGNORED:
+            for pid in processes:
+                os.kill(pid, number)
+        job.process.send_signal(signal.SIGTERM)
+        code, _out, err = job.finish()
+        job.wait_until_gone()
+    assert code == 1
+    assert "ended by SIGTERM: drained at step" in err
+    assert "recovery" not in err

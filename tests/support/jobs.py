@@ -22,6 +22,9 @@ DEADLINE_S = 480.0
 """Deadline of a whole job or drill. The longest, which imports TRL in each process, took 279 s at a load of 22 on two
 cores."""
 MARK = "KEEPSTEP_TEST_MARK"
+IGNORED = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT}
+IGNORING = ("/bin/sh", "-c", "trap '' HUP INT QUIT; exec \"$@\"", "sh")
+"""The beginning of a command that ignores these signals: what `nohup` does, and a shell's ``&`` in a script."""
 
 
 def command(*arguments: object) -> list[str]:
@@ -82,6 +85,22 @@ class RunningJob:
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()
+
+
+def ignored_by(pid: int) -> set[signal.Signals]:
+    """Returns those of `IGNORED` that a process ignores."""
+    return {number for number in IGNORED if _is_in("SigIgn", pid, number)}
+
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    return _is_in("SigCgt", pid, number)
+
+
+def _is_in(mask: str, pid: int, number: signal.Signals) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(mask))
+    return bool(int(line.partition(":")[2], 16) & 1 << number - 1)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,15 @@ LAST_SEND_S = 0.5
 """Time to send the end of the job to open pages before the process exits."""
 
 
+class _Server(uvicorn.Server):
+    """A server that leaves the signals to this program: uvicorn would handle those that are ignored, too."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Changes nothing."""
+        yield
+
+
 async def _serve(settings: ServerSettings) -> None:
     dashboard = Dashboard(Path(settings.folder))
     listening = socket.socket(fileno=settings.descriptor)
@@ -36,7 +46,7 @@ async def _serve(settings: ServerSettings) -> None:
         server_header=False,
         ws="none",
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
 

@@ -325,7 +325,7 @@ class _Job:
                 if each.done():
                     each.result()  # raises ConfigurationError: no agent can run in the bundle
             if stopped.done():
-                await self._hosted.end()
+                await self._hosted.end(stopped.result())
             code = await self._hosting
             await asyncio.wait(serving, timeout=LAST_WORDS_S)
             return ended_by(stopped.result()).exit_code if stopped.done() else code

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from keepstep.launcher.cluster.trust import credentials_of, secret_of
 from keepstep.launcher.cluster.weights import HostedWeights
 from keepstep.launcher.flags import LOOPBACK, MASTER_PORT, agent_settings, make_parser, parse_flags, ranks_per_node
 from keepstep.launcher.job import clear_up_folder
-from keepstep.programs import end_with_parent, own_command
+from keepstep.programs import END_AT_ONCE, end_with_parent, own_command
 from keepstep.trust.tokens import Secret
 
 
@@ -32,7 +31,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     chosen = parse_flags(parser, arguments)
     if chosen.parent is not None:
-        end_with_parent(chosen.parent, signal.SIGHUP)  # at once: SIGTERM would drain the node
+        end_with_parent(chosen.parent, END_AT_ONCE)
     if chosen.engine != NO_ENGINE:
         raise ConfigurationError(f"--engine {chosen.engine}: the engine has started this agent, so leave it out")
     endpoints = tuple(endpoint_of("--controller", each) for each in chosen.controller.split(","))

@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -54,12 +54,14 @@ RunScript = Callable[[tuple[str, ...], bool], int]
 class Spawner:
     """Answers requests on ``endpoint`` until its other end closes."""
 
-    def __init__(self, endpoint: socket.socket, sweeper: Sweeper, run_script: RunScript | None) -> None:
+    def __init__(self, endpoint: socket.socket, sweeper: Sweeper, run_script: RunScript | None, on_ctrl_c: Any) -> None:
         """Args:
         endpoint: the socket to the agent.
         sweeper: kills the workers' children if this process is killed.
         run_script: what a forked worker runs; None to start fresh interpreters.
+        on_ctrl_c: what SIGINT did when this program was started, as `signal.signal` returns it.
         """
+        self._on_ctrl_c = on_ctrl_c
         self._endpoint = endpoint
         self._sweeper = sweeper
         self._run_script = run_script
@@ -117,9 +119,9 @@ class Spawner:
                 os.close(descriptor)
             _adopt(request, descriptors)
             os.environ.update(request.environment)  # environ: the worker's own settings, into the fork
+            signal.signal(signal.SIGINT, self._on_ctrl_c)
             if self._run_script is None or request.raw:
                 _execute(request)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             code = self._run_script(request.command, request.module)
         except BaseException:  # a fork must never return into the spawner's loop
             traceback.print_exc()
@@ -164,7 +166,7 @@ def _execute(request: SpawnWorker) -> NoReturn:
     if not request.raw:
         flag = ["-m"] if request.module else []
         command = own_command("keepstep.worker.process.bootstrap", *flag, *command)
-    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # ignored here, and a child inherits that
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a child would inherit that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
@@ -260,14 +262,14 @@ def main() -> None:
     arguments = parser.parse_args()
     os.setsid()
     end_with_parent(arguments.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    on_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)
     sweeper = Sweeper()
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     run_script = preload(arguments.preload, arguments.preload_path) if arguments.fork else None
     gc.freeze()  # forked workers then share the interpreter's objects instead of copying them
     gc.enable()
-    Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script).serve()
+    Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script, on_ctrl_c).serve()
 
 
 if __name__ == "__main__":
