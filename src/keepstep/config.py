@@ -175,6 +175,11 @@ def job_environment(
     } | NCCL_ENVIRONMENT
 
 
+def has_safe_path() -> bool:
+    """Whether the user keeps the script's folder out of Python's search path for modules, as ``python -P`` does."""
+    return bool(os.environ.get("PYTHONSAFEPATH"))
+
+
 def visible_devices() -> str | None:
     """Returns the value of ``CUDA_VISIBLE_DEVICES``; None if it is not set, so that all devices are visible."""
     return os.environ.get(VISIBLE_DEVICES)

@@ -53,7 +53,7 @@ class Worker:
 class Crew:
     """A spawner client on a loop of its own thread, which lives as long as the crew (a worker dies with its parent)."""
 
-    def __init__(self, fork: bool) -> None:
+    def __init__(self, fork: bool, working_dir: Path | None = None, **settings: Any) -> None:
         self.fork = fork
         self.lost: Future[None] = Future()
         self.workers: dict[int, Worker] = {}
@@ -63,7 +63,8 @@ class Crew:
         self._thread.start()
         self.client = SpawnerClient(self._on_report, lambda: self.lost.set_result(None))
         environment = dict(os.environ) | {"FROM_THE_LAUNCHER": "here", "PYTHONUNBUFFERED": ""}
-        self.ready: SpawnerReady = self._run(self.client.start(SpawnerSettings(fork, environment)))
+        wanted = SpawnerSettings(fork, environment, working_dir, **settings)
+        self.ready: SpawnerReady = self._run(self.client.start(wanted))
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)

@@ -160,6 +160,20 @@ LOOK_AROUND = """
 """
 
 
+def test_an_interrupt_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
+    """In the background of a shell script. A command of the user's own inherits it, too."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        crew = Crew(fork=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        script = write(tmp_path, "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)")
+        assert [crew.spawn(script).stdout, crew.spawn(PYTHON, script, raw=True).stdout] == ["True\n"] * 2
+    finally:
+        crew.close()
+
+
 @pytest.fixture(scope="module")
 def seen(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     script = write(tmp_path_factory.mktemp("script"), LOOK_AROUND)
@@ -254,6 +268,28 @@ def test_what_is_left_at_the_end_is_done(forker: Crew, tmp_path: Path) -> None:
     worker = forker.spawn(script)
     assert worker.status == 0
     assert worker.stdout == "executor;script;thread;handler;"
+
+
+@pytest.mark.parametrize("left", ["None", "object()", "open(os.devnull)", "Broken()", "sys.stdout.close()"])
+def test_a_script_may_leave_anything_in_place_of_its_output(left: str, forker: Crew, tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        f"""
+        import io, os, sys
+        class Broken(io.TextIOBase):
+            def writable(self): return True
+            def flush(self): raise RuntimeError("not today")
+        print("before")
+        sys.stdout = {left}
+        """,
+    )
+    worker = forker.spawn(script)
+    assert (worker.status, worker.stdout, worker.stderr) == (0, "before\n", "")
+
+
+def test_a_script_may_end_without_its_streams(crew: Crew, tmp_path: Path) -> None:
+    worker = crew.spawn(write(tmp_path, "import sys; print('before'); sys.stdout = sys.stderr = None"))
+    assert (worker.status, worker.stdout, worker.stderr) == (0, "before\n", "")
 
 
 def test_a_fork_has_one_thread_and_nothing_to_say(forker: Crew, tmp_path: Path) -> None:

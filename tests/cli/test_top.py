@@ -9,7 +9,7 @@ import select
 import signal
 import subprocess
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -220,13 +220,17 @@ def test_nodes_that_do_not_fit_are_counted(many: Run) -> None:
 class OnTerminal:
     """``keepstep top`` on a terminal of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: Sequence[str] = ()) -> None:
         self._ours, theirs = pty.openpty()
         termios.tcsetwinsize(theirs, (40, 120))
         self._theirs = theirs
         self.before = termios.tcgetattr(theirs)
         self.process = subprocess.Popen(
-            command("top", folder), stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"}
+            [*prefix, *command("top", folder)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=os.environ | {"TERM": "xterm"},
         )
         self.output = b""
 
@@ -294,6 +298,15 @@ def test_a_terminal_is_given_back_when_it_is_ended(terminal: OnTerminal, number:
     terminal.await_output("starting")
     terminal.process.send_signal(number)
     assert terminal.ends() == code
+
+
+def test_a_signal_that_was_ignored_at_its_start_does_not_end_it(copy: GrowingRun) -> None:
+    prefix = ("/bin/sh", "-c", "trap '' TERM; exec \"$@\"", "sh")
+    with contextlib.closing(OnTerminal(copy.folder, prefix)) as terminal:
+        terminal.await_output("starting")
+        terminal.process.send_signal(signal.SIGTERM)
+        terminal.press(b"q")
+        assert terminal.ends() == 0
 
 
 def sharded(folder: Path, shards: tuple[str, ...]) -> list[str]:

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.dashboard.served import DEADLINE_S, served
+from tests.support.jobs import IGNORED, IGNORING, command, handles, ignored_by
+from tests.support.watching import attempts
 
 from keepstep.dashboard import process
 from keepstep.dashboard.process import DEFAULT, listen, serving
@@ -118,3 +120,20 @@ def test_one_that_does_not_come_up_is_an_error(
     with pytest.raises(PeerLost, match="the dashboard's process"), serving(recorded, "127.0.0.1:0", "--x"):
         pass
     assert children() == []
+
+
+def test_signals_that_were_ignored_at_its_start_stay_ignored(recorded: Path, tmp_path: Path) -> None:
+    """`nohup keepstep dashboard`: the command, and the process that serves the page."""
+    program = [*IGNORING, *command("dashboard", recorded, "--listen", "127.0.0.1:0")]
+    process = subprocess.Popen(program, stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        assert b"dashboard: http" in process.stderr.readline()
+        (child,) = psutil.Process(process.pid).children()
+        assert any(handles(process.pid, signal.SIGTERM) for _ in attempts(tmp_path, DEADLINE_S))
+        assert [ignored_by(pid) for pid in (process.pid, child.pid)] == [IGNORED] * 2
+        process.terminate()
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        process.kill()
+        process.communicate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -10,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.network.cluster import SCRIPT
-from tests.support.nodes import SECRET, Nodes, agent, await_controller, await_output, await_training
+from tests.support.jobs import IGNORED, IGNORING, ignored_by
+from tests.support.nodes import DEADLINE_S, SECRET, Nodes, agent, await_controller, await_output, await_training
 
 from keepstep.config import SECRET_VARIABLE
 from keepstep.errors import ConfigurationError
@@ -123,6 +125,29 @@ def test_a_hosted_controller_that_dies_in_a_drain_goes_on_with_it(nodes: Nodes) 
     codes, said = zip(*(nodes.wait(f"out-{number}") for number in range(2)), strict=True)
     assert codes == (1, 1), said
     assert all("ended by SIGTERM" in out for out in said), said
+
+
+def test_ignored_signals_stay_ignored_on_every_node_and_its_processes_still_end_with_it(nodes: Nodes) -> None:
+    """SIGHUP and SIGTERM cannot tell them: they were ignored when the job was started."""
+    nodes.prefix = ("/bin/sh", "-c", "trap '' TERM; exec \"$@\"", "sh", *IGNORING)
+    flags = ("--weights", nodes.folder / "published", "--max-restarts", 0)
+    host, other = nodes.run(0, *flags, steps=100_000), nodes.run(1, *flags, steps=100_000)
+    await_controller(nodes.folder, host.pid)
+    await_training(nodes.folder / "run-0")
+    await_output(nodes, "out-0", "listening at")
+    await_output(nodes, "out-1", "listening at")
+    families = [psutil.Process(each.pid).children(recursive=True) for each in (host, other)]
+    assert [len(family) for family in families] == [5, 4]  # server of weights, spawner, sweeper, rank; the controller
+    processes = [host.pid, other.pid, *(each.pid for family in families for each in family)]
+    assert [ignored_by(pid) for pid in processes] == [IGNORED] * len(processes)
+    for number in (*IGNORED, signal.SIGTERM):
+        for pid in processes:
+            os.kill(pid, number)
+    assert [each.poll() for each in (host, other)] == [None, None]
+    host.kill()
+    code, _out = nodes.wait("out-1")  # its controller has ended the job
+    assert code == 1
+    assert psutil.wait_procs(families[0] + families[1], DEADLINE_S)[1] == []
 
 
 def test_agents_and_controller_apart(nodes: Nodes, tmp_path: Path) -> None:

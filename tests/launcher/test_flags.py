@@ -147,8 +147,10 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigurationError) as caught:
         options("nowhere.py")
     assert str(caught.value) == f"the script 'nowhere.py' does not exist (looked in {tmp_path})"
-    with pytest.raises(ConfigurationError, match="does not exist"):
+    with pytest.raises(ConfigurationError, match=r"does not exist \(the folder has no __main__\.py\)"):
         options(tmp_path)
+    (tmp_path / "__main__.py").touch()
+    assert options(tmp_path).agent.command == (str(tmp_path),)
 
 
 @pytest.mark.parametrize("flag", ["--unknown", "--spares=x", "--start-method=thread"])

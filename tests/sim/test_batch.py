@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.sim import batch
+from keepstep import programs
 from keepstep.sim.batch import run_on_all_cores
 
 PROCESS = """#!/bin/sh
@@ -23,5 +23,5 @@ def test_no_process_waits_until_others_have_been_heard(tmp_path: Path, monkeypat
     program.write_text(PROCESS.format(folder=tmp_path))
     program.chmod(0o700)
     os.mkfifo(tmp_path / "gate")
-    monkeypatch.setattr(batch.sys, "executable", str(program))
+    monkeypatch.setattr(programs.sys, "executable", str(program))
     assert sum(tally.num_seeds for tally in run_on_all_cores(0, 10, 2, None)) == 40_001

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ DEADLINE_S = 480.0
 """Deadline of a whole job or drill. The longest, which imports TRL in each process, took 279 s at a load of 22 on two
 cores."""
 MARK = "KEEPSTEP_TEST_MARK"
+IGNORED = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT}
+IGNORING = ("/bin/sh", "-c", "trap '' HUP INT QUIT; exec \"$@\"", "sh")
+"""The beginning of a command that ignores these signals: what `nohup` does, and a shell's ``&`` in a script."""
 
 
 def command(*arguments: object) -> list[str]:
@@ -32,10 +35,15 @@ def command(*arguments: object) -> list[str]:
 class RunningJob:
     """A job in the background, marked so that all of its processes can be found."""
 
-    def __init__(self, *arguments: object, cwd: Path | None = None) -> None:
+    def __init__(self, *arguments: object, cwd: Path | None = None, prefix: Sequence[str] = ()) -> None:
+        """Args:
+        arguments: of ``keepstep``.
+        cwd: the working directory; None: that of this process.
+        prefix: the command that starts it, such as ``nohup``.
+        """
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            command(*arguments),
+            [*prefix, *command(*arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -79,19 +87,35 @@ class RunningJob:
                 stream.close()
 
 
+def ignored_by(pid: int) -> set[signal.Signals]:
+    """Returns those of `IGNORED` that a process ignores."""
+    return {number for number in IGNORED if _is_in("SigIgn", pid, number)}
+
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    return _is_in("SigCgt", pid, number)
+
+
+def _is_in(mask: str, pid: int, number: signal.Signals) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(mask))
+    return bool(int(line.partition(":")[2], 16) & 1 << number - 1)
+
+
 @contextlib.contextmanager
-def running(*arguments: object, cwd: Path | None = None) -> Iterator[RunningJob]:
+def running(*arguments: object, cwd: Path | None = None, prefix: Sequence[str] = ()) -> Iterator[RunningJob]:
     """Runs a job in the background. All of its processes end with the ``with`` block."""
-    job = RunningJob(*arguments, cwd=cwd)
+    job = RunningJob(*arguments, cwd=cwd, prefix=prefix)
     try:
         yield job
     finally:
         job.end()
 
 
-def run(*arguments: object, cwd: Path | None = None) -> tuple[int, str, str]:
+def run(*arguments: object, cwd: Path | None = None, prefix: Sequence[str] = ()) -> tuple[int, str, str]:
     """Runs the command to its end and checks that no process is left; returns exit code, stdout, stderr."""
-    with running(*arguments, cwd=cwd) as job:
+    with running(*arguments, cwd=cwd, prefix=prefix) as job:
         result = job.finish()
         job.wait_until_gone()
     return result

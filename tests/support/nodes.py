@@ -41,11 +41,13 @@ class Nodes:
         self.folder = folder
         self.endpoint = free_endpoint()
         self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self.prefix: tuple[str, ...] = ()
+        """The beginning of each command, such as ``nohup``."""
 
     def start(self, name: str, *arguments: object, **variables: str) -> subprocess.Popen[bytes]:
         """Starts ``keepstep`` with these arguments. Its output goes into a file of this name."""
         environment = {k: v for k, v in os.environ.items() if k not in (SECRET_VARIABLE, TOKEN_VARIABLE)}
-        return self.launch(name, [*KEEPSTEP, *map(str, arguments)], environment | variables)
+        return self.launch(name, [*self.prefix, *KEEPSTEP, *map(str, arguments)], environment | variables)
 
     def launch(self, name: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         """Starts any command. Its output goes into a file of this name."""

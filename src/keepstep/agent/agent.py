@@ -17,7 +17,7 @@ from keepstep.agent.phases import PhaseReporter
 from keepstep.agent.processes import AgentWorker, ending, is_stopped
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.snapshots import SnapshotMemory
-from keepstep.agent.spawner import SpawnerClient, SpawnerProcess, SpawnerSettings
+from keepstep.agent.spawner import SpawnerClient, SpawnerProcess
 from keepstep.errors import ProtocolError, RemoteProtocolError
 from keepstep.protocol.messages import (
     AnyMessage,
@@ -121,11 +121,9 @@ class Agent:
             PeerLost: the spawner did not start.
             ConfigurationError: see `DeviceGuard.start`.
         """
-        settings = self.settings
-        wanted = SpawnerSettings(settings.fork, settings.environment, settings.working_dir, settings.preload)
         looking = asyncio.create_task(self._guard.start())
         try:
-            ready = await self._spawner.start(wanted, begun)
+            ready = await self._spawner.start(self.settings.spawner, begun)
             self.closed = await looking
         finally:
             looking.cancel()

@@ -7,6 +7,8 @@ import enum
 import socket
 from pathlib import Path
 
+from keepstep.agent.spawner import SpawnerSettings
+from keepstep.programs import first_on_path
 from keepstep.protocol.deadlines import DEADLINES, Deadlines
 
 
@@ -101,3 +103,12 @@ class AgentSettings:
     checkpoint_root: str | None = None
     working_dir: Path | None = None
     """Working directory of the workers; None: that of the agent."""
+
+    @property
+    def spawner(self) -> SpawnerSettings:
+        """The settings of the node's spawner."""
+        path = None
+        if self.preload and not self.raw:
+            script = None if self.module else self.command[0]
+            path = first_on_path(script, str(self.working_dir or Path.cwd()))
+        return SpawnerSettings(self.fork, self.environment, self.working_dir, self.preload, path)

@@ -9,12 +9,12 @@ import os
 import select
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from keepstep.errors import PeerLost
+from keepstep.programs import own_command
 from keepstep.transports.spawning import (
     MAX_PACKET_BYTES,
     SpawnerReady,
@@ -44,6 +44,8 @@ class SpawnerSettings:
     """Working directory of the spawner and its workers; None: that of this process."""
     preload: tuple[str, ...] = ()
     """Modules that it imports besides torch, if it forks."""
+    preload_path: str | None = None
+    """The folder in which it looks for them first: the one in which the script looks first."""
 
 
 class SpawnerProcess:
@@ -54,11 +56,13 @@ class SpawnerProcess:
         self.settings = settings
         self.endpoint, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.endpoint.setblocking(False)
-        command = [sys.executable, "-m", _MODULE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
-        preload = ["--fork", *(f"--preload={module}" for module in settings.preload)] if settings.fork else []
+        command = own_command(_MODULE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
+        if settings.fork:
+            command += ["--fork", *(f"--preload={module}" for module in settings.preload)]
+            command += ["--preload-path", settings.preload_path] if settings.preload_path else []
         with theirs:
             self._process = subprocess.Popen(
-                [*command, *preload],
+                command,
                 pass_fds=[theirs.fileno()],
                 env=settings.environment,
                 cwd=settings.working_dir,

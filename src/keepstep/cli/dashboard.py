@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from keepstep.dashboard.process import DEFAULT, serving
+from keepstep.launcher.signals import stop_signal
 from keepstep.trace.record.runfolder import newest_run
 
 
 def main(arguments: list[str]) -> int:
-    """Serves the page of a running or ended run until SIGINT, SIGTERM or SIGHUP."""
+    """Serves the page of a running or ended run until a signal ends it."""
     parser = argparse.ArgumentParser(
         prog="keepstep dashboard", description="Shows a run in the browser, while it runs or afterwards."
     )
@@ -23,11 +24,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--listen", default=DEFAULT, metavar="HOST:PORT", help="where (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     newest_run(chosen.run)
-    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     with _shown(chosen.run, chosen.listen, "--listen"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, asked)  # now, as the server would have inherited the mask
-        signal.sigwait(asked)
+        asyncio.run(_until_told_to_end())
     return 0
+
+
+async def _until_told_to_end() -> None:
+    with stop_signal() as told:
+        await told
 
 
 def showing(folder: Path, address: str | None) -> AbstractContextManager[None]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # `python -m` puts the working directory there: see `keepstep.programs.own_command`
+
 import argparse
 import importlib
-import sys
 
 import keepstep
 from keepstep.errors import ConfigurationError, KeepstepError
+from keepstep.programs import begin
 
 EXIT_USAGE = 2
 COMMANDS = {
@@ -29,6 +34,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs ``keepstep`` and returns its exit code."""
+    begin()
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="keepstep", description="Lose a device, keep the step.")
     parser.add_argument("--version", action="version", version=f"keepstep {keepstep.__version__}")

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from keepstep.cli.terminal.screen import Screen
+from keepstep.programs import unless_ignored
 from keepstep.trace.timeline.run import Run
 
 REFRESH_S = 0.2
@@ -61,7 +62,8 @@ def print_frame(screen: Screen, console: Console) -> None:
 
 def follow(run: Run, screen: Screen, console: Console) -> None:
     """Draws a run over the whole terminal until it is over, or the user presses q or Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, _leave)  # so that SIGTERM restores the terminal, too
+    handled = unless_ignored(signal.SIGTERM)  # so that it restores the terminal, too
+    before = [signal.signal(number, _leave) for number in handled]
     try:
         with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
@@ -73,7 +75,8 @@ def follow(run: Run, screen: Screen, console: Console) -> None:
     except KeyboardInterrupt:
         return
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(handled, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:

@@ -16,7 +16,7 @@ import sys
 import time
 
 from keepstep.errors import KeepstepError, PeerLost
-from keepstep.parent_death import end_with_parent
+from keepstep.programs import begin, end_with_parent
 from keepstep.protocol.relay.bundle import NodeConnected, NodeSaid, PacketBundle
 from keepstep.protocol.relay.gathering import BEAT_S, Gathering
 from keepstep.protocol.transfer.directory import PublishingNode
@@ -140,6 +140,7 @@ async def serve(descriptor: int) -> None:
 
 def main() -> None:
     """Runs the relay's process; see the module."""
+    begin()
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     end_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,12 +16,22 @@ import uvicorn
 
 from keepstep.dashboard.app import Dashboard
 from keepstep.dashboard.settings import ServerSettings
+from keepstep.programs import begin
 
 NICENESS = 19
 """Training has priority: on a machine without idle time, the dashboard gets about a hundredth of a core."""
 MAX_CONNECTIONS = 1000
 LAST_SEND_S = 0.5
 """Time to send the end of the job to open pages before the process exits."""
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the signals to this program: uvicorn would handle those that are ignored, too."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Changes nothing."""
+        yield
 
 
 async def _serve(settings: ServerSettings) -> None:
@@ -35,7 +46,7 @@ async def _serve(settings: ServerSettings) -> None:
         server_header=False,
         ws="none",
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
 
@@ -56,6 +67,7 @@ async def _serve(settings: ServerSettings) -> None:
 
 def main() -> None:
     """Runs until standard input ends."""
+    begin()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job handles Ctrl-C, and ends this process
     os.nice(NICENESS)
     with contextlib.suppress(OSError):  # a container may forbid it; then the niceness remains

@@ -19,6 +19,7 @@ import msgspec
 
 from keepstep.dashboard.settings import ServerSettings
 from keepstep.errors import ConfigurationError, PeerLost
+from keepstep.programs import own_command
 
 DEFAULT = "127.0.0.1:7117"
 TOKEN = "viewer.token"
@@ -89,7 +90,7 @@ def serving(folder: Path, address: str, flag: str) -> Iterator[str]:
     )
     with listening:
         process = subprocess.Popen(
-            [sys.executable, "-m", "keepstep.dashboard"],
+            own_command("keepstep.dashboard"),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listening.fileno()],

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 from keepstep.data.numbers import digest
 from keepstep.data.sources import PROCESS_SOURCES, seed_process
 from keepstep.errors import PeerLost
-from keepstep.parent_death import end_with_parent
+from keepstep.programs import end_with_parent
 
 
 class Request(NamedTuple):

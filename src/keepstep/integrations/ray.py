@@ -34,6 +34,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.flags import endpoint_of, split
 from keepstep.launcher.cluster.hosting import EXIT_USAGE, HostedController
 from keepstep.launcher.signals import StopSignal, ended_by, stop_signal
+from keepstep.programs import own_command
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret
 
@@ -144,7 +145,7 @@ class NodeAgent:
             place: further flags for this agent only: node name, node rank, address.
             credentials: the agent's credentials, valid for this node name only.
         """
-        words = [sys.executable, "-m", "keepstep.cli.main", "agent", "--parent", str(os.getpid())]
+        words = own_command("keepstep.cli.main", "agent", "--parent", str(os.getpid()))
         words += [*command.flags, *place, *command.script]
         own_folder = ray.get_runtime_context().runtime_env.get("working_dir")
         blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT, and a child would inherit that
@@ -324,7 +325,7 @@ class _Job:
                 if each.done():
                     each.result()  # raises ConfigurationError: no agent can run in the bundle
             if stopped.done():
-                await self._hosted.end()
+                await self._hosted.end(stopped.result())
             code = await self._hosting
             await asyncio.wait(serving, timeout=LAST_WORDS_S)
             return ended_by(stopped.result()).exit_code if stopped.done() else code

@@ -182,8 +182,10 @@ def _refuse_what_cannot_be(arguments: argparse.Namespace) -> None:
     if arguments.park_spares and arguments.no_python:
         raise ConfigurationError("--park-spares: a spare cannot wait inside of another command; leave --no-python out")
     script = arguments.training_script
-    if not arguments.module and not arguments.no_python and not Path(script).is_file():
-        raise ConfigurationError(f"the script {script!r} does not exist (looked in {os.getcwd()})")
+    if arguments.module or arguments.no_python or Path(script).is_file() or Path(script, "__main__.py").is_file():
+        return
+    why = "the folder has no __main__.py" if Path(script).is_dir() else f"looked in {os.getcwd()}"
+    raise ConfigurationError(f"the script {script!r} does not exist ({why})")
 
 
 def ranks_per_node(arguments: argparse.Namespace) -> int:

@@ -8,8 +8,9 @@ import dataclasses
 import signal
 from collections.abc import Callable, Iterator
 
+from keepstep.programs import END_AT_ONCE, unless_ignored
 from keepstep.protocol.messages import EndJob
-from keepstep.protocol.recovery import EXIT_DRAINED
+from keepstep.protocol.recovery import EXIT_DRAINED, EXIT_FAILED
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals that torchrun handles. SIGQUIT acts like SIGINT here, and the program leaves no core file."""
@@ -23,7 +24,7 @@ class EndSignals:
     drain: StopSignal
     """Set by the first SIGTERM, if no other signal came before: the program must drain."""
     stop: StopSignal
-    """Set by SIGINT, SIGHUP, SIGQUIT, or a second SIGTERM: the program must end at once."""
+    """Set by SIGINT, SIGHUP, SIGQUIT, a second SIGTERM, or the parent's `END_AT_ONCE`: it must end at once."""
 
     def ended(self) -> EndJob | None:
         """Returns how the received signals end the program; None if there is none."""
@@ -56,12 +57,13 @@ def end_signals() -> Iterator[EndSignals]:
 @contextlib.contextmanager
 def _handled(came: Callable[[int], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
+    numbers = [*unless_ignored(*_SIGNALS), END_AT_ONCE]
+    for number in numbers:
         loop.add_signal_handler(number, came, number)
     try:
         yield
     finally:
-        for number in _SIGNALS:
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 
@@ -72,5 +74,7 @@ def _set(future: StopSignal, number: int) -> None:
 
 def ended_by(number: int) -> EndJob:
     """Returns how a job ends after a signal: on SIGTERM as with torchrun, else with the exit code of a shell."""
+    if number == END_AT_ONCE:
+        return EndJob(EXIT_FAILED, "ended by the process that started it")
     code = EXIT_DRAINED if number == signal.SIGTERM else 128 + number
     return EndJob(code, f"ended by {signal.Signals(number).name}")

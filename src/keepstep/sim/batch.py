@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from typing import IO
 import msgspec
 
 from keepstep.errors import PeerLost
+from keepstep.programs import own_command
 from keepstep.sim.run import case_of, run
 
 REPORT_EVERY_S = 1.0
@@ -99,16 +99,7 @@ def run_on_all_cores(first: int, end: int | None, jobs: int, seconds: float | No
     with ExitStack() as stack:
         children = []
         for job in range(jobs if end is None else min(jobs, end - first)):
-            command = [
-                sys.executable,
-                "-m",
-                "keepstep.cli.main",
-                "simulate",
-                "--from",
-                str(first + job),
-                "--stride",
-                str(jobs),
-            ]
+            command = own_command("keepstep.cli.main", "simulate", "--from", str(first + job), "--stride", str(jobs))
             command += ["--json-lines"]
             command += [] if end is None else ["--seeds", str(end - first - job)]
             command += [] if seconds is None else ["--seconds", str(seconds)]

@@ -115,7 +115,9 @@ def test_an_error_of_the_device_costs_the_rank_and_not_the_job(
     monkeypatch.setattr(sys, "argv", sys.argv)
     script = tmp_path / "script.py"
     script.write_text(RAISING.format(error=error))
+    monkeypatch.setattr(sys, "orig_argv", sys.orig_argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     assert run_script((str(script),), module=False) == EXIT_EXCEPTION
     (failed,) = link.sent
     assert (failed.worker, failed.fatal) == (4, is_fatal)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from keepstep.launcher.cluster.trust import credentials_of, secret_of
 from keepstep.launcher.cluster.weights import HostedWeights
 from keepstep.launcher.flags import LOOPBACK, MASTER_PORT, agent_settings, make_parser, parse_flags, ranks_per_node
 from keepstep.launcher.job import clear_up_folder
-from keepstep.parent_death import end_with_parent
+from keepstep.programs import END_AT_ONCE, end_with_parent, own_command
 from keepstep.trust.tokens import Secret
 
 
@@ -32,7 +31,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     chosen = parse_flags(parser, arguments)
     if chosen.parent is not None:
-        end_with_parent(chosen.parent, signal.SIGHUP)  # at once: SIGTERM would drain the node
+        end_with_parent(chosen.parent, END_AT_ONCE)
     if chosen.engine != NO_ENGINE:
         raise ConfigurationError(f"--engine {chosen.engine}: the engine has started this agent, so leave it out")
     endpoints = tuple(endpoint_of("--controller", each) for each in chosen.controller.split(","))
@@ -88,7 +87,7 @@ def hosted_weights(arguments: argparse.Namespace, place: NodePlace, endpoints: t
     if secret is None:
         raise ConfigurationError("--weights needs the job's secret, not only a token: other nodes are known by it")
     host = f"[{place.address}]" if ":" in place.address else place.address
-    command = [sys.executable, "-m", "keepstep.cli.main", "weights", "serve", arguments.weights]
+    command = own_command("keepstep.cli.main", "weights", "serve", arguments.weights)
     command += ["--parent", str(os.getpid()), "--node", place.node, "--listen", arguments.weights_listen or f"{host}:0"]
     command += ["--job", ",".join(endpoints), "--job-tls", arguments.tls, "--deadline", str(arguments.weights_deadline)]
     command += ["--tls"] if arguments.weights_tls else []
@@ -99,7 +98,7 @@ def hosted_controller(
     arguments: argparse.Namespace, shape: Shape, endpoint: str, run_dir: Path, secret: Secret
 ) -> HostedController:
     """Returns the job's controller, as a child process that is not started yet."""
-    command = [sys.executable, "-m", "keepstep.cli.main", "controller", "--parent", str(os.getpid())]
+    command = own_command("keepstep.cli.main", "controller", "--parent", str(os.getpid()))
     command += ["--listen", endpoint, "--nnodes", arguments.nnodes, "--nproc-per-node", str(shape.ranks_per_node)]
     command += ["--spares", str(shape.num_spares), "--lease", str(arguments.lease), "--tls", arguments.tls]
     command += ["--grace", str(grace_of(arguments)), "--hang-after", arguments.hang_after]

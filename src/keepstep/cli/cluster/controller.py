@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from keepstep.launcher.cluster.hosting import EXIT_SUPERSEDED
 from keepstep.launcher.cluster.service import ControllerOptions, run_controller
 from keepstep.launcher.cluster.trust import HOW_TO_SHARE, secret_of, server_files_of
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
-from keepstep.parent_death import end_with_parent
+from keepstep.programs import END_AT_ONCE, end_with_parent
 from keepstep.protocol.lease import HOLD_S
 
 MIN_TAKEOVER_S, MAX_TAKEOVER_S = 1.0, 3600.0
@@ -33,7 +32,7 @@ def main(arguments: list[str]) -> int:
     """Serves the agents of a job until it has ended, and returns the job's exit code."""
     chosen = _parser().parse_args(arguments)
     if chosen.parent is not None:
-        end_with_parent(chosen.parent, signal.SIGHUP)  # at once: SIGTERM would drain the job
+        end_with_parent(chosen.parent, END_AT_ONCE)
     secret = secret_of(chosen)
     if secret is None:
         raise ConfigurationError(f"a controller needs the job's secret: {HOW_TO_SHARE}")

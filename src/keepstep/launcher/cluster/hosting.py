@@ -13,6 +13,7 @@ from pathlib import Path
 
 from keepstep.config import SECRET_VARIABLE
 from keepstep.errors import ConfigurationError
+from keepstep.programs import END_AT_ONCE
 from keepstep.trace.record import runfolder
 
 MAX_QUICK_DEATHS = 10
@@ -73,13 +74,17 @@ class HostedController:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
-    async def end(self) -> None:
-        """Tells the controller to end the job at once and waits for its exit. Kills it at the deadline."""
+    async def end(self, number: int = END_AT_ONCE) -> None:
+        """Ends the job at once and waits for the controller's exit. Kills the controller at the deadline.
+
+        Args:
+            number: the signal that has ended this program, if one has, so that the controller names it as the reason.
+        """
         self._is_ending = True
         process = self._process
         if process is None or process.poll() is not None:
             return
-        process.send_signal(signal.SIGHUP)
+        process.send_signal(END_AT_ONCE if number == signal.SIGTERM else number)  # SIGTERM may be its first: a drain
         await ended_or_killed(process, END_DEADLINE_S)
 
     async def _once(self, again: tuple[str, ...]) -> int:

@@ -132,7 +132,7 @@ class _Part:
             print("keepstep: the workers of this node are lost; its controller goes on", file=sys.stderr, flush=True)
             await _first_of(hosting, signals.stop)
         if signals.stop.done() and self._hosted is not None:
-            await self._hosted.end()
+            await self._hosted.end(signals.stop.result())
         elif signals.stop.done() and not serving.done():
             self._agent.depart(ended_by(signals.stop.result()).reason)
             await asyncio.wait({serving}, timeout=DEPART_S)

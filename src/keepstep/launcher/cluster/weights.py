@@ -14,6 +14,7 @@ from collections.abc import Callable
 from keepstep.config import SECRET_VARIABLE
 from keepstep.errors import KeepstepError, PeerLost, RemoteProtocolError
 from keepstep.launcher.cluster.hosting import EXIT_USAGE, ended, ended_or_killed
+from keepstep.programs import END_AT_ONCE
 from keepstep.protocol.transfer.directory import ANNOUNCE_S
 from keepstep.transports.rpc.directory import DirectoryCaller
 
@@ -22,7 +23,7 @@ FORGET_S = 60.0
 RESTART_S = 1.0
 """Delay between the end of a server and the start of the next one."""
 END_S = 5.0
-"""How long a server may take to exit after SIGTERM."""
+"""How long a server may take to exit."""
 
 
 class Publishers:
@@ -121,5 +122,5 @@ class HostedWeights:
         process = self._process
         if process is None or process.poll() is not None:
             return
-        process.terminate()
+        process.send_signal(END_AT_ONCE)
         await ended_or_killed(process, END_S)

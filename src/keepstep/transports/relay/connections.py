@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError
+from keepstep.programs import own_command
 from keepstep.protocol.messages import AnyMessage
 from keepstep.protocol.relay.bundle import Item, NodeConnected, NodeSaid, PacketBundle
 from keepstep.protocol.relay.gathering import SILENT_S
@@ -203,7 +204,7 @@ class RelayedNodeConnections:
     async def _spawn(self) -> _Relay:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", PROGRAM, str(theirs.fileno()), str(os.getpid())]
+            command = own_command(PROGRAM, str(theirs.fileno()), str(os.getpid()))
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: ASYNC220 - exec alone
         relay = _Relay(process, await Pipe.open(ours))
         assert self._begin is not None

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
+import ctypes
 import io
+import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from types import ModuleType, TracebackType
 
-from keepstep.config import has_no_rank, rank_environment, spare_to_park
+from keepstep.config import has_no_rank, has_safe_path, rank_environment, spare_to_park
 from keepstep.errors import ConfigurationError, StepInterrupted, UsageError
+from keepstep.programs import begin, first_on_path, is_container
 from keepstep.protocol.messages import WorkerFailed, text
 from keepstep.worker.parking import park
 from keepstep.worker.session import current_session
@@ -27,20 +34,15 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
         command: the script's path or the module's name, then its arguments.
         module: whether to run a module, as for ``python -m``.
     """
+    run = _as_python(command, module)
     if (spare := spare_to_park()) is not None:
         park(spare)
-    sys.argv = list(command)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # As on a terminal: a line is written before its rank is killed, and as a whole among those of other ranks.
         # PYTHONUNBUFFERED would write each argument of a print() separately.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
-        if module:
-            sys.path.insert(0, "")
-            _left_behind.append(runpy.run_module(command[0], run_name="__main__", alter_sys=True))
-        else:
-            sys.path.insert(0, command[0].rpartition("/")[0] or ".")
-            _left_behind.append(runpy.run_path(command[0], run_name="__main__"))
+        run()
     except SystemExit as ending:
         _left_behind.append(ending)
         return _exit_code(ending.code)
@@ -53,15 +55,72 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
         )
         error.__cause__ = interruption
         _report(error)
-        sys.excepthook(type(error), error, interruption.__traceback__)
+        sys.excepthook(type(error), error, _of_the_script(interruption.__traceback__))
         return EXIT_EXCEPTION
     except BaseException as error:  # any error that ends the script is reported, then the process ends
         _left_behind.append(error)
+        error.__traceback__ = _of_the_script(error.__traceback__)
         _report(error)
         _explain(error)
         sys.excepthook(type(error), error, error.__traceback__)
         return EXIT_EXCEPTION
     return 0
+
+
+def _as_python(command: tuple[str, ...], module: bool) -> Callable[[], None]:
+    """Makes this process the one that ``python script.py`` or ``python -m module`` would be, and returns what runs it.
+
+    CPython does the same in C (Modules/main.c). The script is the main module from now on, also after its last line,
+    when its threads and exit handlers still run.
+    """
+    name, *arguments = command
+    if sys.flags.safe_path and not has_safe_path():
+        _unset_safe_path()
+    if (first := first_on_path(None if module else name, os.getcwd())) is not None:
+        sys.path.insert(0, first)
+    sys.argv = ["-m" if module else name, *arguments]
+    sys.orig_argv = [sys.executable, *(["-m"] if module else []), *command]
+    main = ModuleType("__main__")
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
+    main.__dict__["__builtins__"] = builtins
+    _left_behind.append(sys.modules["__main__"])
+    sys.modules["__main__"] = main
+    if module:
+        return lambda: runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what `python -m` itself calls
+    if is_container(file := os.path.join(os.getcwd(), name)):
+        return lambda: runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # as Python calls it
+    return lambda: _run_file(file, main)
+
+
+def _unset_safe_path() -> None:
+    """Clears the flag ``-P``, which is this program's and not the script's: `multiprocessing` passes its flags on."""
+    set_item = ctypes.pythonapi.PyStructSequence_SetItem
+    set_item.argtypes, set_item.restype = [ctypes.py_object, ctypes.c_ssize_t, ctypes.py_object], None
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(False))  # the item owns a reference
+    set_item(sys.flags, type(sys.flags).__match_args__.index("safe_path"), False)
+
+
+def _run_file(file: str, main: ModuleType) -> None:
+    """Runs a file as Python's main program. ``file`` is absolute."""
+    if file.endswith(".pyc"):
+        loader: SourceFileLoader | SourcelessFileLoader = SourcelessFileLoader("__main__", file)
+        code = loader.get_code("__main__")
+    else:
+        loader = SourceFileLoader("__main__", file)
+        with io.open_code(file) as source:
+            code = compile(source.read(), file, "exec", dont_inherit=True)
+    main.__file__, main.__loader__ = file, loader
+    main.__dict__["__cached__"] = None
+    assert code is not None
+    exec(code, main.__dict__)
+
+
+def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without the calls of this module in front, as Python prints it."""
+    while trace is not None and trace.tb_frame.f_globals is globals():
+        trace = trace.tb_next
+    return trace
 
 
 def _exit_code(code: object) -> int:
@@ -96,11 +155,10 @@ def _explain(error: BaseException) -> None:
 
 def main() -> None:
     """Entry of a worker started as a fresh interpreter: ``python -m keepstep.worker.process.bootstrap [-m] ...``."""
+    begin()
     module = sys.argv[1] == "-m"
     command = tuple(sys.argv[2:] if module else sys.argv[1:])
-    code = run_script(command, module)
-    sys.stdout.flush()
-    sys.exit(code)
+    sys.exit(run_script(command, module))
 
 
 if __name__ == "__main__":

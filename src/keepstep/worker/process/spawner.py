@@ -26,11 +26,11 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
-from keepstep.parent_death import end_with_parent
+from keepstep.programs import begin, end_with_parent, flush, own_command
 from keepstep.transports.spawning import (
     LIFELINE_FD,
     LINK_FD,
@@ -54,12 +54,14 @@ RunScript = Callable[[tuple[str, ...], bool], int]
 class Spawner:
     """Answers requests on ``endpoint`` until its other end closes."""
 
-    def __init__(self, endpoint: socket.socket, sweeper: Sweeper, run_script: RunScript | None) -> None:
+    def __init__(self, endpoint: socket.socket, sweeper: Sweeper, run_script: RunScript | None, on_ctrl_c: Any) -> None:
         """Args:
         endpoint: the socket to the agent.
         sweeper: kills the workers' children if this process is killed.
         run_script: what a forked worker runs; None to start fresh interpreters.
+        on_ctrl_c: what SIGINT did when this program was started, as `signal.signal` returns it.
         """
+        self._on_ctrl_c = on_ctrl_c
         self._endpoint = endpoint
         self._sweeper = sweeper
         self._run_script = run_script
@@ -117,9 +119,9 @@ class Spawner:
                 os.close(descriptor)
             _adopt(request, descriptors)
             os.environ.update(request.environment)  # environ: the worker's own settings, into the fork
+            signal.signal(signal.SIGINT, self._on_ctrl_c)
             if self._run_script is None or request.raw:
                 _execute(request)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             code = self._run_script(request.command, request.module)
         except BaseException:  # a fork must never return into the spawner's loop
             traceback.print_exc()
@@ -163,8 +165,8 @@ def _execute(request: SpawnWorker) -> NoReturn:
     command = list(request.command)
     if not request.raw:
         flag = ["-m"] if request.module else []
-        command = [sys.executable, "-m", "keepstep.worker.process.bootstrap", *flag, *command]
-    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # ignored here, and a child inherits that
+        command = own_command("keepstep.worker.process.bootstrap", *flag, *command)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a child would inherit that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
@@ -175,13 +177,15 @@ def _execute(request: SpawnWorker) -> NoReturn:
 
 def _leave(code: int) -> NoReturn:
     """Ends a forked worker as an interpreter would: exit handlers, buffers, then exit without the spawner's stack."""
-    threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter itself calls; joins executors, too
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    _write_out_files()
-    os._exit(code)
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter itself calls; joins executors, too
+        atexit._run_exitfuncs()
+        flush()
+        _write_out_files()
+    except BaseException:  # such as Ctrl-C while a thread is joined
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def _write_out_files() -> None:
@@ -195,7 +199,7 @@ def _write_out_files() -> None:
         each for each in gc.get_objects() if issubclass(type(each), io.IOBase) and not isinstance(each, io.RawIOBase)
     ]
     for file in sorted(files, key=lambda each: (not isinstance(each, io.TextIOWrapper), isinstance(each, buffers))):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # of a class of the script's own; the interpreter ignores it, too
             if file.closed or not file.writable():
                 continue
             if isinstance(file, (io.TextIOWrapper, *buffers)):
@@ -225,36 +229,47 @@ def private_bytes() -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) * 1024
 
 
-def preload(modules: list[str]) -> RunScript:
-    """Imports what every worker needs, so that forks share it. Returns the function that a worker runs."""
+def preload(modules: list[str], path: str | None) -> RunScript:
+    """Imports what every worker needs, so that forks share it. Returns the function that a worker runs.
+
+    Args:
+        modules: the modules that the user has named.
+        path: where they are looked for first.
+    """
     import torch._dynamo  # noqa: F401 - optimizers import it at their first use, which takes about a second
 
     from keepstep.worker.process.bootstrap import run_script
 
+    if path is not None:  # after our own imports: a module of the user must not take the place of one of theirs
+        sys.path.insert(0, path)
     for module in modules:
         importlib.import_module(module)
+    if path is not None:
+        sys.path.remove(path)
     return run_script
 
 
 def main() -> None:
-    """Entry: ``python -m keepstep.worker.process.spawner --fd N --parent PID [--fork] [--preload MODULE]``."""
+    """Entry of the program that `keepstep.agent.spawner.SpawnerProcess` starts."""
+    begin()
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--fork", action="store_true")
     parser.add_argument("--preload", action="append", default=[])
+    parser.add_argument("--preload-path")
     gc.disable()  # imports make no garbage, and looking for it takes a quarter of the time of importing torch
     arguments = parser.parse_args()
     os.setsid()
     end_with_parent(arguments.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    on_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)
     sweeper = Sweeper()
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    run_script = preload(arguments.preload) if arguments.fork else None
+    run_script = preload(arguments.preload, arguments.preload_path) if arguments.fork else None
     gc.freeze()  # forked workers then share the interpreter's objects instead of copying them
     gc.enable()
-    Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script).serve()
+    Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script, on_ctrl_c).serve()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import os
 import select
 import signal
 
+from keepstep.programs import begin
+
 EXIT_DEADLINE_S = 5.0
 """How long to wait for the spawner's exit after it has closed its files. It has nothing else left to do."""
 _NUMBER = "i"
@@ -33,6 +35,7 @@ class Sweeper:
             os.setsid()
             os.dup2(read, 0)
             _close_all_above(0)  # among them this process's own copy of the other end
+            begin()
             _sweep(0, spawner)
         finally:
             os._exit(0)

@@ -1,0 +1,194 @@
+"""A worker's script sees what it sees under ``python script.py``, and keepstep itself nothing of its folder."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import py_compile
+import re
+import subprocess
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.agent.crew import DEADLINE_S, PYTHON, Crew
+
+from keepstep.agent.settings import AgentSettings, NodePlace
+
+LOOK = """
+def look(at):
+    return {
+        "main": {name: value if isinstance(value, str) else type(value).__name__ for name, value in at.items()},
+        "loader": [vars(at["__loader__"]).get(name) for name in ("name", "path", "archive")],
+        "spec": at["__spec__"] and [at["__spec__"].name, at["__spec__"].origin],
+        "path": sys.path[:], "argv": sys.argv[:], "typed": sys.orig_argv[:], "flags": list(sys.flags),
+        "is main": vars(sys.modules["__main__"]) is globals(),
+    }
+
+found = globals().copy()
+import sys
+if __name__ == "__main__":
+    found = look(found | {"look": None})
+import atexit, json, multiprocessing, os, subprocess, threading
+from pathlib import Path
+
+def of_child():
+    print(json.dumps(["a child:", sys.path[:], list(sys.flags), __name__, __file__]), flush=True)
+
+def last():
+    print(json.dumps(["at the end:", sys.modules["__main__"].__dict__ is globals(), Local.__module__]))
+
+class Local: pass
+
+if __name__ == "__main__":
+    print(json.dumps(found))
+    atexit.register(last)
+    os.chdir("/")
+    print(json.dumps([Path(__file__).exists(), __import__("sibling").VALUE]), flush=True)
+    child = multiprocessing.get_context("spawn").Process(target=of_child)
+    child.start()
+    child.join()
+    code = "import json, sys; print(json.dumps(['a program:', sys.path[0], list(sys.flags)]))"
+    subprocess.run([sys.executable, "-c", code])
+    raise SystemExit(child.exitcode)
+"""
+RAISES = """
+import atexit, sys
+
+def fail():
+    raise ValueError("not today")
+
+if sys.argv[1:] == ["at the end"]:
+    atexit.register(fail)
+else:
+    fail()
+"""
+IMPORTS = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    try:
+        found = importlib.import_module(name).__file__
+    except ImportError as error:
+        found = str(error)
+    print(json.dumps([name, found]))
+"""
+SHADOWS = ("random", "copy", "socket", "json", "asyncio", "torch", "msgspec", "keepstep")
+"""Modules of the library, or that keepstep needs, which the user's project has as well."""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with scripts of each kind. Its root has modules that are named like others'."""
+    root = tmp_path_factory.mktemp("project")
+    for name in ("scripts", "tool", "package", "linked"):
+        (root / name).mkdir()
+        (root / name / "sibling.py").write_text(f"VALUE = {name!r}")
+    (root / "scripts" / "look.py").write_text(LOOK)
+    (root / "scripts" / "raises.py").write_text(RAISES)
+    (root / "scripts" / "imports.py").write_text(IMPORTS)
+    (root / "scripts" / "no_syntax.py").write_text("this is no python :")
+    (root / "tool" / "__main__.py").write_text(LOOK)
+    (root / "package" / "__init__.py").touch()
+    (root / "package" / "__main__.py").write_text(LOOK)
+    (root / "sibling.py").write_text("VALUE = 'root'")
+    py_compile.compile(str(root / "scripts" / "look.py"), str(root / "scripts" / "compiled.pyc"))
+    (root / "link.py").symlink_to("scripts/look.py")
+    (root / "linked" / "scripts").symlink_to(root / "scripts")
+    with zipfile.ZipFile(root / "tool.zip", "w") as archive:
+        archive.write(root / "tool" / "__main__.py", "__main__.py")
+        archive.writestr("sibling.py", "VALUE = 'archive'")
+    return root
+
+
+FILE = ("scripts/look.py", "one", "--two")
+KINDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "file": (FILE, {}),
+    "dots": (("./scripts/../scripts/look.py",), {}),
+    "link": (("link.py",), {}),
+    "linked folder": (("linked/scripts/look.py",), {}),
+    "compiled": (("scripts/compiled.pyc",), {}),
+    "folder": (("tool", "one"), {}),
+    "archive": (("tool.zip",), {}),
+    "module": (("-m", "package.__main__", "one"), {}),
+    "package": (("-m", "package"), {}),
+    "safe path": (FILE, {"PYTHONSAFEPATH": "1"}),
+    "error": (("scripts/raises.py",), {}),
+    "error in an exit handler": (("scripts/raises.py", "at the end"), {}),
+    "no syntax": (("scripts/no_syntax.py",), {}),
+    "no module": (("-m", "package.nowhere"), {}),
+}
+
+
+@contextlib.contextmanager
+def shadowed(project: Path) -> Iterator[None]:
+    """Puts modules into the project's root that end whoever imports them."""
+    for name in SHADOWS:
+        (project / f"{name}.py").write_text("raise SystemExit('this is not the library')")
+    try:
+        yield
+    finally:
+        for name in SHADOWS:
+            (project / f"{name}.py").unlink()
+
+
+@pytest.fixture(scope="module", params=["fork", "spawn"])
+def crew(request: pytest.FixtureRequest, project: Path) -> Iterator[Crew]:
+    """Workers in the project's root. What has started them has imported nothing from there."""
+    with shadowed(project):
+        found = Crew(request.param == "fork", project)
+    yield found
+    found.close()
+
+
+def under_python(root: Path, command: tuple[str, ...], environment: dict[str, str]) -> list[Any]:
+    """What plain Python prints, and its exit code."""
+    ended = subprocess.run(
+        [PYTHON, *command], cwd=root, env=os.environ | environment, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    return told(ended.stdout, ended.stderr, ended.returncode)
+
+
+def told(stdout: str, stderr: str, status: int) -> list[Any]:
+    return [*map(json.loads, stdout.splitlines()), re.sub("0x[0-9a-f]+", "0x...", stderr), status]
+
+
+def test_the_script_sees_what_python_shows_it(crew: Crew, project: Path) -> None:
+    kinds = KINDS if crew.fork else {name: KINDS[name] for name in ("link", "folder", "package")}
+    workers = {}
+    for name, (command, environment) in kinds.items():
+        module = command[0] == "-m"
+        workers[name] = crew.spawn(*command[module:], module=module, **environment)
+    for name, worker in workers.items():
+        command, environment = kinds[name]
+        expected = under_python(project, command, environment)
+        assert told(worker.stdout, worker.stderr, worker.status) == expected, name
+
+
+def test_modules_of_the_working_directory_are_in_nobodys_way(crew: Crew, project: Path) -> None:
+    """As with ``python scripts/imports.py``, which does not look there."""
+    names = ("random", "copy", "package", "nowhere")
+    with shadowed(project):
+        worker = crew.spawn("scripts/imports.py", *names)
+        assert told(worker.stdout, worker.stderr, worker.status) == under_python(
+            project, ("scripts/imports.py", *names), {}
+        )
+
+
+def test_what_is_loaded_ahead_is_found_as_the_script_finds_it(project: Path) -> None:
+    """And not in the working directory, unless Python looks there."""
+    (project / "scripts" / "ahead.py").write_text(
+        "import json, sys; print(json.dumps([sys.modules['sibling'].VALUE, sys.path.count(sys.path[0])]))"
+    )
+    of_job = AgentSettings(
+        ("scripts/ahead.py",), False, False, True, NodePlace.alone(1, 0), project,
+        preload=("sibling",), working_dir=project,
+    )  # fmt: skip
+    assert dataclasses.replace(of_job, module=True).spawner.preload_path == str(project)
+    crew = Crew(True, project, preload=of_job.spawner.preload, preload_path=of_job.spawner.preload_path)
+    try:
+        worker = crew.spawn(*of_job.command)
+        assert told(worker.stdout, worker.stderr, worker.status) == [["scripts", 1], "", 0]
+    finally:
+        crew.close()
