@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ def describe_difference(first: Path, second: Path, folders: Sequence[str] = ("",
         folders: folder of the first run and of the second one. Strings with these paths are compared relative to them.
     """
     try:
-        loaded = [torch.load(path, map_location="cpu", weights_only=True) for path in (first, second)]
+        with warnings.catch_warnings():
+            # torch 2.15 warns that it checks the indices of sparse tensors, which is what we want.
+            warnings.filterwarnings("ignore", message="Validating sparse tensor invariants")
+            loaded = [torch.load(path, map_location="cpu", weights_only=True) for path in (first, second)]
     except Exception as error:  # the file may be broken in any way; the bytes differ in any case
         reason = str(error).strip().partition("\n")[0]
         return f"its bytes differ, and torch.load(weights_only=True) does not read it: {reason:.120}"
