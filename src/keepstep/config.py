@@ -160,7 +160,7 @@ def job_environment(
 ) -> dict[str, str]:
     """Returns the variables that are the same in all processes of a job.
 
-    They are those that `torch.distributed.elastic.agent.server.local_elastic_agent` of torch 2.13 sets, and
+    They are those that `torch.distributed.elastic.agent.server.local_elastic_agent` of torch 2.13 to 2.15 sets, and
     `NCCL_ENVIRONMENT`. keepstep never restarts a process, so the restart count is 0. torchrun's default for
     ``max_restarts`` is 0 as well.
     """

@@ -1,5 +1,7 @@
-"""Prints the requirements of keepstep and its tests, one per line, for `make test-torch`: all but torch and torchtitan,
-which needs the newest torch."""
+"""Prints the requirements of keepstep and its tests, one per line, for `make test-torch`.
+
+Torch is not among them, nor torchtitan, which needs the newest one.
+"""
 
 import tomllib
 from pathlib import Path

@@ -15,9 +15,11 @@ ALONE: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {"amsgrad": True}),
     *((kind, {}) for kind in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop")),
 ]
+if torch.__version__ >= (2, 15):
+    ALONE.append(("Rprop", {}))
 COMMUNICATE = {"Muon"}
 NOT_ON_DTENSORS = {"Adafactor", "Rprop", "LBFGS", "SparseAdam"}
-"""Torch 2.13 itself refuses them there (and a fused SGD), or they need a closure or sparse gradients."""
+"""Torch itself refuses them there (and a fused SGD; Rprop before 2.15), or they need a closure or sparse gradients."""
 
 
 def updated_after_an_undone_step(rank: int, size: int, path: Path, optimizer: tuple[str, Any], seed: int) -> int:

@@ -75,7 +75,7 @@ class SurvivingGroup(dist.ProcessGroup):
         host: the address of this machine at which the other members reach it.
         device: this process's own device; the group carries its tensors beside those on the CPU.
         """
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this overload
+        super().__init__(rank, size)
         self.keepstep_name = name
         self.await_rank: Callable[[], int] = lambda: self._rank
         """Returns this process's rank to the user's code; on the world group of a spare it blocks."""

@@ -22,5 +22,5 @@ def for_reducer(work: dist.Work) -> dist.Work:
     """Returns ``work``, or a handle that C++ can keep alive if DDP's reducer gets the result of `all_reduce`."""
     if objects.caller(_KEPT_BY_REDUCER) is None:
         return work
-    handle: dist.Work = c10d._create_work_from_future(work.get_future())  # type: ignore[attr-defined]  # not in the stub
+    handle: dist.Work = c10d._create_work_from_future(work.get_future())
     return handle
