@@ -153,12 +153,13 @@ def test_copies_on_a_node_that_is_not_heard_do_not_count() -> None:
     assert fenced(job) == [0]
 
 
-def test_a_shard_without_replica_is_given_up_if_its_snapshot_stays_in_memory() -> None:
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_shards_without_replica_are_given_up_if_their_snapshots_stay_in_memory(ranks: tuple[int, ...]) -> None:
     job = training(shards=own_shards)
-    hung = job.holder(1)
-    suspect(job, hung, snapshots=((1, (4, 5)),))
+    for rank in ranks:
+        suspect(job, job.holder(rank), snapshots=((rank, (4, 5)),))
     wait(job, TOGETHER_S)
-    assert fenced(job) == [hung.number]
+    assert fenced(job) == list(ranks)
 
 
 @pytest.mark.parametrize("num_silent", [1, 2])

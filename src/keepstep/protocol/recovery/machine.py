@@ -237,15 +237,18 @@ class RecoveryMachine:
         job.suspicions = {number: each for number, each in job.suspicions.items() if number in held}
         silent = {worker.worker for worker in holders if worker.node in silent_nodes} | job.suspicions.keys()
         given_up: list[tuple[Worker, msg.WorkerLost]] = []
+        snapshots: msg.SnapshotsByRank = ()
         for number, suspicion in job.suspicions.items():
             report, worker = suspicion.report, job.roster.workers[number]
             suspicion.due_s = suspicion.next_s(deadlines, now_s)
-            silence = Silence([*(each for each, _ in given_up), worker], silent, report.snapshots)
+            left_behind = (*snapshots, *report.snapshots)
+            silence = Silence([*(each for each, _ in given_up), worker], silent, left_behind)
             left = self._stage.left_without(silence)
             is_long = now_s >= report.since_s + deadlines.long_s and not silent_nodes
             if left is Left.MEMORY or (left is Left.CHECKPOINT and is_long):
                 lost = msg.WorkerLost(number, report.cause, report.detail, False, report.tag, report.since_s)
                 given_up.append((worker, lost))
+                snapshots = left_behind
             elif left is not None and not silent_nodes:
                 self.standstill.keeps(worker, explanation(worker, suspicion, left, deadlines.long_s), now_s)
         for worker, _ in given_up:
