@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.protocol.controller import JournalEntry, ReportsReceived
+from keepstep.protocol.controller import JournalEntry, LeaseExpired, ReportsReceived
 from keepstep.protocol.messages import Cause, PhasesObserved, StepObserved, WorkerLost
 from keepstep.sim.cluster.layout import SETTINGS, ClusterLayout, NodeLayout
 from keepstep.sim.cluster.worker import SimulatedWorker
@@ -125,7 +125,7 @@ class Feeder:
 
 
 def _shifted(entry: JournalEntry, shift_s: float) -> JournalEntry:
-    """Returns a journal entry with its time, and the times in its reports, shifted to this machine's clock."""
+    """Returns a journal entry with its time, and the times in its event, shifted to this machine's clock."""
     event = entry.event
     if isinstance(event, ReportsReceived):
         reports = []
@@ -136,4 +136,6 @@ def _shifted(entry: JournalEntry, shift_s: float) -> JournalEntry:
                 report = msgspec.structs.replace(report, at_s=report.at_s + shift_s)
             reports.append(report)
         event = msgspec.structs.replace(event, reports=tuple(reports))
+    elif isinstance(event, LeaseExpired):
+        event = msgspec.structs.replace(event, heard_s=event.heard_s + shift_s)
     return msgspec.structs.replace(entry, at_s=entry.at_s + shift_s, event=event)
