@@ -140,7 +140,8 @@ class Spawner:
             _, status = os.waitpid(pid, 0)
             worker = self._children.pop(pid, None)
             if worker is not None:
-                self._report(WorkerExited(worker, pid, os.waitstatus_to_exitcode(status), at_s))
+                code = os.waitstatus_to_exitcode(status)
+                self._report(WorkerExited(worker, pid, code, os.WCOREDUMP(status), at_s))
 
     def _report(self, report: SpawnerReport) -> None:
         with contextlib.suppress(ConnectionError):  # the agent is gone; `serve` will see the end of its requests
