@@ -432,6 +432,15 @@ def test_a_killed_sweeper_disturbs_no_process(own_crew: Crew) -> None:
     assert ended(worker.link)
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_it_ends_without_a_word(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Python's end would complain of objects that the garbage collector does not see."""
+    crew = Crew(method == "fork")
+    assert run(crew, "exit", "0").status == 0
+    crew.close()
+    assert capfd.readouterr() == ("", "")
+
+
 # ---- what cannot be started -----------------------------------------------------------------------------------------
 
 

@@ -214,7 +214,11 @@ class RelayedNodeConnections:
         ours, theirs = socket.socketpair()
         with theirs:
             command = own_command(PROGRAM, str(theirs.fileno()), str(os.getpid()))
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: ASYNC220 - exec alone
+            try:
+                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: ASYNC220 - exec alone
+            except OSError:
+                ours.close()
+                raise
         relay = _Relay(process, await Pipe.open(ours))
         assert self._begin is not None
         relay.pipe.write(wire.encode(self._begin))

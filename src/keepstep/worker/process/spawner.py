@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from keepstep.programs import begin, end_with_parent, flush, own_command
+from keepstep.programs import begin, end_with_parent, flush, leave, own_command
 from keepstep.transports.spawning import (
     LIFELINE_FD,
     LINK_FD,
@@ -270,7 +270,12 @@ def main() -> None:
     run_script = preload(arguments.preload, arguments.preload_path) if arguments.fork else None
     gc.freeze()  # forked workers then share the interpreter's objects instead of copying them
     gc.enable()
-    Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script, on_ctrl_c).serve()
+    try:
+        Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script, on_ctrl_c).serve()
+    except BaseException:  # its objects are frozen, so it must not end as an interpreter does
+        traceback.print_exc()
+        leave(1)
+    leave(0)
 
 
 if __name__ == "__main__":
