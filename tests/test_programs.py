@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.programs import own_command, unless_ignored
+from keepstep.programs import ending, own_command, unless_ignored
 
 SOURCE = Path(__file__).parents[1] / "src" / "keepstep"
 
@@ -100,3 +100,27 @@ def test_handlers_of_signals_are_set_where_that_is_asked() -> None:
         "drill/worker_injector.py",
         "worker/process/spawner.py",
     }
+
+
+@pytest.mark.parametrize(
+    ("status", "has_dumped", "how"),
+    [
+        (0, False, "exit code 0"),
+        (3, False, "exit code 3"),
+        (-9, False, "killed by SIGKILL"),
+        (-11, True, "killed by SIGSEGV (core dumped)"),
+        (-34, False, "killed by SIGRTMIN"),
+        (-35, False, "killed by signal 35"),
+        (-63, True, "killed by signal 63 (core dumped)"),
+    ],
+)
+def test_how_a_process_has_ended(status: int, has_dumped: bool, how: str) -> None:
+    assert ending(status, has_dumped=has_dumped) == how
+
+
+def test_a_number_of_a_signal_is_named_in_one_place() -> None:
+    """`signal.Signals` raises an error for most real-time signals."""
+    found = {
+        path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if "signal.Signals(" in path.read_text()
+    }
+    assert found == {"programs.py"}

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings, NodePlace
@@ -133,6 +134,57 @@ def test_last_messages_come_before_the_end(tmp_path: Path) -> None:
 
     script = "os.write(LINK_FD, frame(WorkerFailed(0, 'ValueError: bad', 'Traceback ...', False)))\n"
     script += "os.kill(os.getpid(), signal.SIGKILL)"
+    play(tmp_path, script, scene)
+
+
+@pytest.mark.parametrize("number", [34, 35, 63, 64])
+def test_a_worker_that_a_real_time_signal_kills_is_reported(number: int, tmp_path: Path) -> None:
+    async def scene(controller: Controller, _agent: Agent, _running: asyncio.Task[None]) -> None:
+        controller.order(START)
+        _, lost = await controller.hear(2)
+        assert isinstance(lost, msg.WorkerLost)
+        assert (lost.cause, lost.gone) == (Cause.SIGNAL, True)
+        assert lost.detail == {34: "killed by SIGRTMIN", 64: "killed by SIGRTMAX"}.get(
+            number, f"killed by signal {number}"
+        )
+
+    play(tmp_path, f"os.kill(os.getpid(), {number})", scene)
+
+
+class Broken(Exception):
+    """Nobody expects it."""
+
+
+@pytest.mark.parametrize("where", ["a worker's end", "a worker's words", "the spawner's report", "a lifeline"])
+def test_an_unexpected_error_in_the_background_ends_the_agent(where: str, tmp_path: Path) -> None:
+    """As one in its main tasks does. It printed it, and the worker was lost to it without a word."""
+    method, script = {
+        "a worker's end": ("exited", ""),
+        "a worker's words": ("said", "os.write(LINK_FD, frame(RankAwaited(0))); signal.pause()"),
+        "the spawner's report": ("spawned", "signal.pause()"),
+        "a lifeline": (
+            "training_thread_died",
+            "import threading\nfrom keepstep.shared.lifeline import Lifeline\n"
+            "from keepstep.transports.spawning import LIFELINE_FD\nline = Lifeline(LIFELINE_FD)\n"
+            "thread = threading.Thread(target=line.hold)\nthread.start()\nthread.join()\n"
+            "os.write(LINK_FD, frame(WorkerJoined(0, os.getpid())))\nsignal.pause()",
+        ),
+    }[where]
+
+    async def scene(controller: Controller, agent: Agent, running: asyncio.Task[None]) -> None:
+        are_known: list[bool] = []
+
+        def fail(*_arguments: object) -> None:
+            are_known.append(0 in agent.workers)
+            raise Broken
+
+        setattr(agent._machine, method, fail)
+        controller.order(START)
+        with pytest.raises(Broken):
+            await asyncio.wait_for(running, DEADLINE_S)
+        assert all(are_known), "a worker is forgotten only when its report has been made"
+        assert agent.workers == {}
+
     play(tmp_path, script, scene)
 
 

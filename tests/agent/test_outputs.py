@@ -1,6 +1,8 @@
 """Workers' streams: inherited, in files, or both with a prefix."""
 
 import asyncio
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -103,6 +105,25 @@ def test_a_rank_that_is_not_shown_is_still_in_its_file(tmp_path: Path, console: 
     assert console.lines[0] == [">out 1", ">out 2"]
     assert [path.name for path in (tmp_path / "worker_0").iterdir()] == ["stdout.log"]
     assert (tmp_path / "worker_0" / "stdout.log").read_text() == "out 1\nout 2\n"
+
+
+def test_a_console_that_nobody_reads_and_a_full_disk_are_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with ``keepstep run --tee 3 ... | head``. What can be written is."""
+    (tmp_path / "worker_7").mkdir()
+    (tmp_path / "worker_7" / "stderr.log").symlink_to("/dev/full")
+    read, write = os.pipe()
+    os.close(read)
+    errors = io.StringIO()
+    with open(write, "w") as nobody_reads:
+        monkeypatch.setattr(sys, "stdout", nobody_reads)
+        monkeypatch.setattr(sys, "stderr", errors)
+        run(through(OutputSettings(log_dir=tmp_path, tee_stdout=ALL, tee_stderr=ALL), BOTH))
+        with contextlib.suppress(BrokenPipeError):
+            nobody_reads.close()
+    assert (tmp_path / "worker_7" / "stdout.log").read_text() == "out 1\nout 2\n"
+    assert errors.getvalue() == ">err 1\n"
 
 
 def test_without_a_folder_nothing_is_kept(console: Console) -> None:

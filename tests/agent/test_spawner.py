@@ -51,6 +51,12 @@ def run(crew: Crew, *arguments: str) -> Worker:
     return crew.spawn(SCRIPT, *arguments) if crew.fork else crew.spawn(PYTHON, SCRIPT, *arguments, raw=True)
 
 
+def run_text(crew: Crew, folder: Path, text: str) -> Worker:
+    """The same with a script that is given as text."""
+    script = write(folder, text)
+    return crew.spawn(script) if crew.fork else crew.spawn(PYTHON, script, raw=True)
+
+
 def write(folder: Path, text: str) -> str:
     path = folder / "script.py"
     path.write_text(textwrap.dedent(text))
@@ -102,6 +108,18 @@ def test_a_worker_that_is_killed_from_outside_is_reported(crew: Crew) -> None:
     assert worker.link.recv(1) == b"x"
     os.kill(worker.pid, signal.SIGKILL)
     assert worker.status == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_core_file_is_reported_where_there_is_one(limit: int, crew: Crew, tmp_path: Path) -> None:
+    """As the kernel tells a parent of any other process that ends like this."""
+    text = f"import os, resource, signal; resource.setrlimit(resource.RLIMIT_CORE, ({limit}, {limit}))\n"
+    text += f"os.chdir({str(tmp_path)!r}); os.kill(os.getpid(), signal.SIGSEGV)"
+    pid = os.posix_spawn(PYTHON, [PYTHON, "-c", text], os.environ)
+    _pid, status = os.waitpid(pid, 0)
+    worker = run_text(crew, tmp_path, text)
+    assert (worker.status, worker.exited.result().has_dumped) == (-signal.SIGSEGV, os.WCOREDUMP(status))
+    assert limit != 0 or not os.WCOREDUMP(status)
 
 
 def test_a_worker_can_be_killed_as_soon_as_it_is_known(crew: Crew) -> None:
@@ -412,6 +430,15 @@ def test_a_killed_sweeper_disturbs_no_process(own_crew: Crew) -> None:
     assert not worker.exited.done()
     own_crew.stop()
     assert ended(worker.link)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_it_ends_without_a_word(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Python's end would complain of objects that the garbage collector does not see."""
+    crew = Crew(method == "fork")
+    assert run(crew, "exit", "0").status == 0
+    crew.close()
+    assert capfd.readouterr() == ("", "")
 
 
 # ---- what cannot be started -----------------------------------------------------------------------------------------

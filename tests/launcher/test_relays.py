@@ -44,7 +44,7 @@ def test_a_relay_is_killed_and_no_rank_is_lost_by_that(succession: Succession, u
     if when == "with":
         succession.kill_rank(1)
     os.kill(relay, signal.SIGKILL)
-    await_output(succession.nodes, "first", "relay 0 has ended (killed by signal 9)")
+    await_output(succession.nodes, "first", "relay 0 has ended (killed by SIGKILL)")
     if when == "before":
         succession.kill_rank(1)
     succession.go_on()

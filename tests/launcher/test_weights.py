@@ -44,7 +44,7 @@ def test_a_server_that_dies_is_run_again_and_the_last_one_is_ended(
     lines = [line.split() for line in out.read_text().splitlines()]
     assert [secret for _pid, secret in lines] == ["s" * 16] * 2
     assert not any(psutil.pid_exists(int(pid)) for pid, _secret in lines)
-    assert "the server of weights has ended (0): it is started again" in capfd.readouterr().err
+    assert "the server of weights has ended (exit code 0): it is started again" in capfd.readouterr().err
 
 
 def test_a_server_that_cannot_be_run_is_not_run_again(capfd: pytest.CaptureFixture[str]) -> None:

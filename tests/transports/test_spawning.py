@@ -63,7 +63,7 @@ def test_an_end_with_unread_reports_is_an_end_too(pair: tuple[socket.socket, soc
     assert receive_request(pair[1]) is None
 
 
-@pytest.mark.parametrize("report", [SpawnerReady(5), WorkerSpawned(1, 77), WorkerExited(1, 77, -9, 2.5)], ids=str)
+@pytest.mark.parametrize("report", [SpawnerReady(5), WorkerSpawned(1, 77), WorkerExited(1, 77, -9, True, 2.5)], ids=str)
 def test_a_report_is_read_as_it_was_written(report: SpawnerReady | WorkerSpawned | WorkerExited) -> None:
     assert decode_report(msgspec.json.encode(report)) == report
 

@@ -14,11 +14,13 @@ from keepstep.agent.environment import environment_of
 from keepstep.agent.health.guard import DeviceGuard
 from keepstep.agent.outputs import WorkerOutput
 from keepstep.agent.phases import PhaseReporter
-from keepstep.agent.processes import AgentWorker, ending, is_stopped
+from keepstep.agent.processes import AgentWorker, is_stopped
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.snapshots import SnapshotMemory
 from keepstep.agent.spawner import SpawnerClient, SpawnerProcess
+from keepstep.background import Background
 from keepstep.errors import ProtocolError, RemoteProtocolError
+from keepstep.programs import ending
 from keepstep.protocol.messages import (
     AnyMessage,
     Assign,
@@ -85,7 +87,10 @@ class Agent:
         """Durations of the steps in the tag pages of workers that have ended."""
         self.closed: dict[int, str] = {}
         """Unhealthy device -> the reason why the agent starts no worker on it any more."""
-        self._guard = DeviceGuard(settings, self._close)
+        self._background = Background(self._fail)
+        self._error: Exception | None = None
+        """What has failed in the background, and ends `run`."""
+        self._guard = DeviceGuard(settings, self._background.guarded(self._close))
         self._connection = connection
         self._machine = self._new_machine()
         self._phases = PhaseReporter(settings.place.node, connection)
@@ -96,8 +101,7 @@ class Agent:
         self.left: Leave | None = None
         """How and why the controller has ended this node's part of the job; None if it has not."""
         self._lost_spawner = False
-        self._spawner = SpawnerClient(self._spawner_reported, self._spawner_lost)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._spawner = SpawnerClient(self._background.guarded(self._spawner_reported), self._spawner_lost)
 
     def _new_machine(self) -> AgentMachine:
         place = self.settings.place
@@ -141,6 +145,8 @@ class Agent:
             done, _ = await asyncio.wait({orders, ticks, ending}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {ending}:
                 task.result()
+            if self._error is not None:
+                raise self._error
         finally:
             for task in (orders, ticks, ending):
                 task.cancel()
@@ -248,10 +254,9 @@ class Agent:
             elif not worker.writer.is_closing():
                 worker.writer.write(data)
 
-    def _run_later(self, coroutine: object) -> None:
-        task = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]  # any coroutine of ours
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error  # the first one may be the cause of others
+        self._ending.set()
 
     # ---- processes ------------------------------------------------------------------------------------------------
 
@@ -268,7 +273,7 @@ class Agent:
             tagpage.TagReader(page),
             output,
             lifeline.Lifeline(line),
-            asyncio.create_task(self._listen(effect.worker, ours)),
+            self._background.begin(self._listen(effect.worker, ours)),
         )
         request = SpawnWorker(
             effect.worker,
@@ -301,7 +306,7 @@ class Agent:
                 self._machine.spawned(report.worker, report.pid)
                 self._act()
             case WorkerExited():
-                self._run_later(self._exited(report))
+                self._background.begin(self._exited(report))
 
     def _spawner_lost(self) -> None:
         """Ends this node's part of the job: its workers die with the spawner, and it cannot start new ones."""
@@ -323,10 +328,11 @@ class Agent:
         self.step_durations_s += tagpage.step_durations(worker.page.events_since(0))
         self._watch_first_step(worker)
         self._phases.gather(self.workers.values())  # of all workers: the job may end now
-        self._drop(worker)
         cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
+        how = ending(report.status, has_dumped=report.has_dumped) if report.status else ""  # 0 may be a normal end
         snapshots = self._snapshots.of(report.worker)
-        self._machine.exited(report.worker, cause, ending(report.status), view.tag, report.at_s, snapshots)
+        self._machine.exited(report.worker, cause, how, view.tag, report.at_s, snapshots)
+        self._drop(worker)
         self._act()
 
     def _watch_lifeline(self, number: int) -> None:
@@ -335,7 +341,7 @@ class Agent:
 
         def died() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the job has ended
-                loop.call_soon_threadsafe(self._training_thread_died, number)
+                loop.call_soon_threadsafe(self._background.guarded(self._training_thread_died), number)
 
         self.workers[number].lifeline.watch(died)
 

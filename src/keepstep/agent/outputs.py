@@ -83,6 +83,8 @@ class _Tee:
         self._read, self._file, self._console, self._label = read, file, console, label
         self._rest = b""
         """The last line, which is not complete yet."""
+        self._lost: set[str] = set()
+        """Those of file and console that cannot be written to any more. The worker goes on without them."""
         os.set_blocking(read, False)
         asyncio.get_running_loop().add_reader(read, self._copy)
 
@@ -93,7 +95,7 @@ class _Tee:
             return
         if not data:
             asyncio.get_running_loop().remove_reader(self._read)
-        self._file.write(data)
+        self._write("file", lambda: self._file.write(data))
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) >= PIPE_BYTES:  # a progress bar may never end its line
             lines, self._rest = [*lines, self._rest], b""
@@ -101,7 +103,16 @@ class _Tee:
             self._show(line)
 
     def _show(self, line: bytes) -> None:
-        print(f"{self._label()}{line.decode(errors='replace')}", file=self._console, flush=True)
+        text = f"{self._label()}{line.decode(errors='replace')}"
+        self._write("console", lambda: print(text, file=self._console, flush=True))
+
+    def _write(self, where: str, write: Callable[[], object]) -> None:
+        """Writes, unless that has failed before: nobody reads the console any more, or the disk is full."""
+        if where not in self._lost:
+            try:
+                write()
+            except (OSError, ValueError):
+                self._lost.add(where)
 
     def close(self) -> None:
         self._copy()

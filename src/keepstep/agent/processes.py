@@ -1,10 +1,9 @@
-"""One worker's process: the state that the agent's loop keeps, and its exit status."""
+"""One worker's process: the state that the agent's loop keeps, and whether it is stopped."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import signal
 from pathlib import Path
 
 from keepstep.agent.outputs import WorkerOutput
@@ -35,13 +34,6 @@ class AgentWorker:
     progress: int = -1
     moved_s: float = 0.0
     stopped: bool = False
-
-
-def ending(status: int) -> str:
-    """Describes how a process ended; an empty string for exit code 0, which may be a normal end."""
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return f"exit code {status}" if status else ""
 
 
 def is_stopped(pid: int | None) -> bool:

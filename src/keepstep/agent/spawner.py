@@ -92,6 +92,7 @@ class SpawnerClient:
     """Starts the spawner, passes requests to it, and hands its reports to ``on_report``."""
 
     def __init__(self, on_report: Callable[[SpawnerReport], None], on_lost: Callable[[], None]) -> None:
+        """Both are called on the event loop, and must not raise."""
         self._on_report = on_report
         self._on_lost = on_lost
         self._process: SpawnerProcess | None = None

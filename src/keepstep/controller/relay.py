@@ -16,7 +16,7 @@ import sys
 import time
 
 from keepstep.errors import KeepstepError, PeerLost
-from keepstep.programs import begin, end_with_parent
+from keepstep.programs import begin, end_with_parent, leave
 from keepstep.protocol.relay.bundle import NodeConnected, NodeSaid, PacketBundle
 from keepstep.protocol.relay.gathering import BEAT_S, Gathering
 from keepstep.protocol.transfer.directory import PublishingNode
@@ -153,7 +153,8 @@ def main() -> None:
         asyncio.run(serve(descriptor))
     except KeepstepError as error:
         print(f"keepstep relay: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        leave(1)
+    leave(0)
 
 
 if __name__ == "__main__":

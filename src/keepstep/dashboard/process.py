@@ -19,7 +19,7 @@ import msgspec
 
 from keepstep.dashboard.settings import ServerSettings
 from keepstep.errors import ConfigurationError, PeerLost
-from keepstep.programs import own_command
+from keepstep.programs import ending, own_command
 
 DEFAULT = "127.0.0.1:7117"
 TOKEN = "viewer.token"
@@ -121,7 +121,7 @@ def _await_ready(process: subprocess.Popen[bytes], url: str) -> None:
             return
     except (OSError, urllib.error.URLError) as error:
         status = process.poll()
-        how = f"ended with exit code {status}" if status is not None else f"did not answer: {error}"
+        how = f"has ended: {ending(status)}" if status is not None else f"did not answer: {error}"
         raise PeerLost(f"the dashboard's process {how}") from error
 
 

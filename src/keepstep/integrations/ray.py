@@ -34,7 +34,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.flags import endpoint_of, split
 from keepstep.launcher.cluster.hosting import EXIT_USAGE, HostedController
 from keepstep.launcher.signals import StopSignal, ended_by, stop_signal
-from keepstep.programs import own_command
+from keepstep.programs import ending, own_command
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret
 
@@ -371,7 +371,7 @@ class _Job:
                 place += ["--run-dir", str(Path(self._job.command.run_dir) / "nodes" / name)]
             await actor.start.remote(self._job.command, tuple(place), credentials.text())
             code = await self._hand_on(actor)
-            return end(f"its agent has ended with exit code {code}", is_hopeless=code == EXIT_USAGE)
+            return end(f"its agent has ended: {ending(code)}", is_hopeless=code == EXIT_USAGE)
         except TimeoutError:
             return end(
                 f"Ray has started nothing there within {self._job.timeout_s:g} s (--ray-timeout)", is_hopeless=True

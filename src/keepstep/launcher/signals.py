@@ -8,7 +8,7 @@ import dataclasses
 import signal
 from collections.abc import Callable, Iterator
 
-from keepstep.programs import END_AT_ONCE, unless_ignored
+from keepstep.programs import END_AT_ONCE, signal_name, unless_ignored
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_DRAINED, EXIT_FAILED
 
@@ -77,4 +77,4 @@ def ended_by(number: int) -> EndJob:
     if number == END_AT_ONCE:
         return EndJob(EXIT_FAILED, "ended by the process that started it")
     code = EXIT_DRAINED if number == signal.SIGTERM else 128 + number
-    return EndJob(code, f"ended by {signal.Signals(number).name}")
+    return EndJob(code, f"ended by {signal_name(number)}")

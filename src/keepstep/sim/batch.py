@@ -13,7 +13,7 @@ from typing import IO
 import msgspec
 
 from keepstep.errors import PeerLost
-from keepstep.programs import own_command
+from keepstep.programs import ending, own_command
 from keepstep.sim.run import case_of, run
 
 REPORT_EVERY_S = 1.0
@@ -115,7 +115,7 @@ def run_on_all_cores(first: int, end: int | None, jobs: int, seconds: float | No
                 yield decoder.decode(line)
         for child in children:
             if child.wait() != 0:
-                raise PeerLost(f"a process of the simulation ended with exit code {child.returncode}")
+                raise PeerLost(f"a process of the simulation has ended: {ending(child.returncode)}")
 
 
 def _pass_on(stream: IO[bytes], lines: SimpleQueue[bytes | None]) -> None:

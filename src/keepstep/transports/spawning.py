@@ -51,6 +51,8 @@ class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     worker: int
     pid: int
     status: int
+    has_dumped: bool
+    """Whether it has left a core file."""
     at_s: float
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import threading
@@ -202,6 +203,24 @@ def test_the_relays_end_with_the_connections() -> None:
 
 
 @pytest.mark.usefixtures("patient")
+def test_a_relay_that_cannot_be_started_again_ends_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which its launcher, or its supervisor, starts again. Without a relay no agent could connect any more."""
+
+    async def test() -> None:
+        async with job(1) as served:
+            (relay,) = served.relay_pids()
+
+            def fail(*_arguments: object, **_settings: object) -> None:
+                raise OSError(errno.EAGAIN, "no process is left")
+
+            monkeypatch.setattr(connections.subprocess, "Popen", fail)
+            os.kill(relay, signal.SIGKILL)
+            with pytest.raises(OSError, match="no process is left"):
+                await served.until(lambda: False)
+
+    asyncio.run(test())
+
+
 def test_every_relay_knows_where_weights_are_published_whichever_was_told() -> None:
     """The kernel chooses the relay of each connection: hardly ever the same one for all of these."""
 

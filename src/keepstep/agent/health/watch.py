@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -55,6 +56,7 @@ class HealthWatch:
         now_s = time.monotonic()
         self._machine = HealthMachine(labels, now_s)
         self._ticks = asyncio.create_task(self._tick())
+        self._ticks.add_done_callback(_tell_failure)
         return [
             finding for device, reading in enumerate(readings) for finding in self._machine.read(device, reading, now_s)
         ]
@@ -124,6 +126,11 @@ class HealthWatch:
                         loop.call_soon_threadsafe(self._has_read, device, reader.read(device))
         finally:
             reader.close()
+
+
+def _tell_failure(ticks: asyncio.Task[None]) -> None:
+    if not ticks.cancelled() and (error := ticks.exception()) is not None:
+        print(f"keepstep: the devices are no longer watched: {error!r}", file=sys.stderr, flush=True)
 
 
 def _fail(first: asyncio.Future[tuple[tuple[str, ...], list[DeviceReading]]], error: ConfigurationError) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from keepstep.config import SECRET_VARIABLE
 from keepstep.errors import ConfigurationError
-from keepstep.programs import END_AT_ONCE
+from keepstep.programs import END_AT_ONCE, ending
 from keepstep.trace.record import runfolder
 
 MAX_QUICK_DEATHS = 10
@@ -54,7 +54,7 @@ class HostedController:
         again: tuple[str, ...] = ()
         while True:
             started_s = time.monotonic()
-            code = await self._once(again)
+            code, how = await self._once(again)
             if code == EXIT_USAGE and not self._is_ending:
                 raise ConfigurationError("the controller of the job did not start")
             if self._is_ending or self._has_ended():
@@ -63,7 +63,6 @@ class HostedController:
             num_quick = num_quick + 1 if is_own and time.monotonic() < started_s + QUICK_S else 0
             if num_quick > MAX_QUICK_DEATHS:
                 raise ConfigurationError(f"the controller of the job died {num_quick} times in a row")
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             print(f"keepstep: the controller died ({how}); restarting it", file=sys.stderr, flush=True)
             again = ("--standby",) if code == EXIT_SUPERSEDED else ("--continue",)
             again += ("--drain",) if self._is_draining else ()
@@ -87,7 +86,7 @@ class HostedController:
         process.send_signal(END_AT_ONCE if number == signal.SIGTERM else number)  # SIGTERM may be its first: a drain
         await ended_or_killed(process, END_DEADLINE_S)
 
-    async def _once(self, again: tuple[str, ...]) -> int:
+    async def _once(self, again: tuple[str, ...]) -> tuple[int, str]:
         self._process = subprocess.Popen([*self._command, *again], env=self._environment)  # noqa: ASYNC220 - exec alone
         return await ended(self._process)
 
@@ -108,15 +107,26 @@ async def ended_or_killed(process: subprocess.Popen[bytes], deadline_s: float) -
         process.wait()
 
 
-async def ended(process: subprocess.Popen[bytes]) -> int:
-    """Waits for the exit of a process, without a thread. Returns its exit code."""
+async def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    """Waits for the exit of a process, without a thread. Returns its exit code, and how it has ended, in words."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
     descriptor = os.pidfd_open(process.pid)
     loop.add_reader(descriptor, lambda: None if over.done() else over.set_result(None))
     try:
         await over
+        has_dumped = _has_dumped(descriptor)
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
-    return process.wait()
+    code = process.wait()
+    return code, ending(code, has_dumped=has_dumped)
+
+
+def _has_dumped(descriptor: int) -> bool:
+    """Whether a process that has ended has left a core file."""
+    try:
+        found = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:  # another `poll` has reaped it
+        return False
+    return found is not None and found.si_code == os.CLD_DUMPED

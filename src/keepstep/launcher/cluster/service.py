@@ -220,12 +220,14 @@ async def _until_ended(controller: Controller, lease: RunLease) -> None:
         deciding = asyncio.create_task(controller.run())
         keeping = asyncio.create_task(lease.keep())
         following = asyncio.create_task(follow(controller.job))
-        waited: set[asyncio.Future[Any]] = {deciding, keeping, signals.stop, signals.drain}
+        waited: set[asyncio.Future[Any]] = {deciding, keeping, following, signals.stop, signals.drain}
         try:
             while not (deciding.done() or keeping.done() or signals.stop.done()):
                 done, waited = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                 if signals.drain in done:
                     controller.drain(ended_by(signals.drain.result()).reason)
+                if following in done:
+                    following.result()  # raises what has ended it
             if deciding.done():
                 deciding.result()
             elif keeping.done():

@@ -109,10 +109,14 @@ class HostedWeights:
         """Keeps the server running until the task is cancelled. If the server exits with `EXIT_USAGE`, it returns, and
         training continues without the server."""
         while True:
-            self._process = subprocess.Popen(self._command, env=self._environment)  # noqa: ASYNC220 - exec alone
-            code = await ended(self._process)
+            try:
+                self._process = subprocess.Popen(self._command, env=self._environment)  # noqa: ASYNC220 - exec alone
+            except OSError as error:
+                code, how = None, f"it could not be started: {error.strerror}"
+            else:
+                code, how = await ended(self._process)
             again = "training continues without it" if code == EXIT_USAGE else "it is started again"
-            print(f"keepstep: the server of weights has ended ({code}): {again}", file=sys.stderr, flush=True)
+            print(f"keepstep: the server of weights has ended ({how}): {again}", file=sys.stderr, flush=True)
             if code == EXIT_USAGE:
                 return
             await asyncio.sleep(RESTART_S)

@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
+from keepstep.background import Background
 from keepstep.errors import ConfigurationError, RemoteProtocolError
-from keepstep.programs import own_command
+from keepstep.programs import ending, own_command
 from keepstep.protocol.messages import AnyMessage
 from keepstep.protocol.relay.bundle import Item, NodeConnected, NodeSaid, PacketBundle
 from keepstep.protocol.relay.gathering import SILENT_S
@@ -77,7 +78,7 @@ class RelayedNodeConnections:
         """The relays by number. None: the controller is about to start this relay again."""
         self._have_listened = [asyncio.Event() for _ in range(num_relays)]
         self._routes: dict[str, int] = {}
-        self._arrived: asyncio.Queue[tuple[_Relay | None, Arrival]] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[_Relay | None, Arrival] | Exception] = asyncio.Queue()
         self._is_flushing = False
         self._port: socket.socket | None = None
         self._keeping: list[asyncio.Task[None]] = []
@@ -99,8 +100,9 @@ class RelayedNodeConnections:
         port = int(self._port.getsockname()[1])
         key, certificate = (None, None) if tls is None else (tls.key, tls.certificate)
         self._begin = wire.Begin(host, port, self._secret.text(), key, certificate, self._term)
-        self._keeping = [asyncio.create_task(self._keep(number)) for number in range(len(self._relays))]
-        self._keeping.append(asyncio.create_task(self._watch()))
+        background = Background(self._arrived.put_nowait)
+        self._keeping = [background.begin(self._keep(number)) for number in range(len(self._relays))]
+        self._keeping.append(background.begin(self._watch()))
         try:
             async with asyncio.timeout(START_S):
                 for has_listened in self._have_listened:
@@ -149,11 +151,11 @@ class RelayedNodeConnections:
 
     async def receive(self) -> Arrival:
         """Waits for the next message, of one node or bundled, and returns it."""
-        return self._taken(*await self._arrived.get())
+        return self._taken(await self._arrived.get())
 
     def more(self) -> Arrival | None:
         """Returns the next message that has arrived; None if there is none."""
-        return None if self._arrived.empty() else self._taken(*self._arrived.get_nowait())
+        return None if self._arrived.empty() else self._taken(self._arrived.get_nowait())
 
     def refuse(self, node: str, why: str) -> None:
         """Closes the connection to a node that has broken the protocol."""
@@ -167,8 +169,15 @@ class RelayedNodeConnections:
         number = self._routes.get(node)
         return None if number is None else self._relays[number]
 
-    def _taken(self, relay: _Relay | None, arrival: Arrival) -> Arrival:
-        """Counts an item as taken. The flush after the last item of a frame acknowledges the frame."""
+    def _taken(self, item: tuple[_Relay | None, Arrival] | Exception) -> Arrival:
+        """Counts an item as taken. The flush after the last item of a frame acknowledges the frame.
+
+        Raises:
+            Exception: the error that has ended one of the tasks here, so that the controller ends, and is restarted.
+        """
+        if isinstance(item, Exception):
+            raise item
+        relay, arrival = item
         if relay is not None:
             relay.num_unread -= 1
             self._flush_soon()
@@ -196,7 +205,7 @@ class RelayedNodeConnections:
             code = await asyncio.to_thread(relay.process.wait)
             pause_s = FIRST_PAUSE_S if relay.is_ready else min(2 * pause_s, LAST_PAUSE_S)
             self._lose(number)
-            how = why or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
+            how = why or ending(code)
             text = f"keepstep: relay {number} has ended ({how}): its agents connect to others, and it is started again"
             print(text, file=sys.stderr, flush=True)
             await asyncio.sleep(pause_s)
@@ -205,7 +214,11 @@ class RelayedNodeConnections:
         ours, theirs = socket.socketpair()
         with theirs:
             command = own_command(PROGRAM, str(theirs.fileno()), str(os.getpid()))
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: ASYNC220 - exec alone
+            try:
+                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: ASYNC220 - exec alone
+            except OSError:
+                ours.close()
+                raise
         relay = _Relay(process, await Pipe.open(ours))
         assert self._begin is not None
         relay.pipe.write(wire.encode(self._begin))

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from keepstep.programs import begin, end_with_parent, flush, own_command
+from keepstep.programs import begin, end_with_parent, flush, leave, own_command
 from keepstep.transports.spawning import (
     LIFELINE_FD,
     LINK_FD,
@@ -140,7 +140,8 @@ class Spawner:
             _, status = os.waitpid(pid, 0)
             worker = self._children.pop(pid, None)
             if worker is not None:
-                self._report(WorkerExited(worker, pid, os.waitstatus_to_exitcode(status), at_s))
+                code = os.waitstatus_to_exitcode(status)
+                self._report(WorkerExited(worker, pid, code, os.WCOREDUMP(status), at_s))
 
     def _report(self, report: SpawnerReport) -> None:
         with contextlib.suppress(ConnectionError):  # the agent is gone; `serve` will see the end of its requests
@@ -269,7 +270,12 @@ def main() -> None:
     run_script = preload(arguments.preload, arguments.preload_path) if arguments.fork else None
     gc.freeze()  # forked workers then share the interpreter's objects instead of copying them
     gc.enable()
-    Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script, on_ctrl_c).serve()
+    try:
+        Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script, on_ctrl_c).serve()
+    except BaseException:  # its objects are frozen, so it must not end as an interpreter does
+        traceback.print_exc()
+        leave(1)
+    leave(0)
 
 
 if __name__ == "__main__":
