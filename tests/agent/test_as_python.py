@@ -60,9 +60,14 @@ import atexit, sys
 def fail():
     raise ValueError("not today")
 
+def hook(*error):
+    raise TypeError("not in this way")
+
 if sys.argv[1:] == ["at the end"]:
     atexit.register(fail)
 else:
+    if sys.argv[1:] == ["in a hook"]:
+        sys.excepthook = hook
     fail()
 """
 IMPORTS = """
@@ -116,6 +121,7 @@ KINDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "safe path": (FILE, {"PYTHONSAFEPATH": "1"}),
     "error": (("scripts/raises.py",), {}),
     "error in an exit handler": (("scripts/raises.py", "at the end"), {}),
+    "error in a hook": (("scripts/raises.py", "in a hook"), {}),
     "no syntax": (("scripts/no_syntax.py",), {}),
     "no module": (("-m", "package.nowhere"), {}),
 }

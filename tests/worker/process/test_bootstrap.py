@@ -86,15 +86,32 @@ raise {error}
 
 
 class Link:
-    """What a session says to its agent."""
+    """What a session says to its agent, and what had been printed by then."""
 
     worker = 4
 
-    def __init__(self) -> None:
+    def __init__(self, captured: pytest.CaptureFixture[str]) -> None:
         self.sent: list[WorkerFailed] = []
+        self.printed: list[str] = []
+        self._captured = captured
 
     def send(self, message: WorkerFailed) -> None:
         self.sent.append(message)
+        self.printed.append(self._captured.readouterr().err)
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Link:
+    """That of a script which runs in this process."""
+    found = Link(capsys)
+    monkeypatch.setattr(
+        bootstrap, "current_session", lambda: SimpleNamespace(_coordination=SimpleNamespace(link=found))
+    )
+    for name, value in (("argv", sys.argv), ("orig_argv", sys.orig_argv), ("path", [*sys.path])):
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -107,18 +124,35 @@ class Link:
     ],
 )
 def test_an_error_of_the_device_costs_the_rank_and_not_the_job(
-    error: str, is_fatal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: str, is_fatal: bool, tmp_path: Path, link: Link
 ) -> None:
     """A fresh process on another device need not meet it again. If all ranks meet it, the controller ends the job."""
-    link = Link()
-    monkeypatch.setattr(bootstrap, "current_session", lambda: SimpleNamespace(_coordination=SimpleNamespace(link=link)))
-    monkeypatch.setattr(sys, "argv", sys.argv)
     script = tmp_path / "script.py"
     script.write_text(RAISING.format(error=error))
-    monkeypatch.setattr(sys, "orig_argv", sys.orig_argv)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     assert run_script((str(script),), module=False) == EXIT_EXCEPTION
     (failed,) = link.sent
     assert (failed.worker, failed.fatal) == (4, is_fatal)
     assert error.split("'")[1] in failed.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ValueError('its own')",
+        "ConfigurationError('no such thing')",
+        "errors.UsageError('not like this')",
+        "errors.StepInterrupted(2)",
+        "KeyboardInterrupt",
+        "setattr(sys, 'excepthook', None) or ValueError('with a hook that fails')",
+    ],
+)
+def test_an_error_is_printed_before_it_is_reported(error: str, tmp_path: Path, link: Link) -> None:
+    """The report may end the job, and the agent then kills the process, in the middle of a line."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nfrom keepstep import errors\n" + RAISING.format(error=error))
+    assert run_script((str(script),), module=False) == EXIT_EXCEPTION
+    (printed,) = link.printed
+    assert printed.count(f'File "{script}", line 7, in <module>') >= 1
+    assert link.sent[0].error.rstrip(": ") in printed
+    assert str(script) in link.sent[0].traceback
+    assert bootstrap.__file__ not in printed

@@ -15,7 +15,7 @@ from types import ModuleType, TracebackType
 
 from keepstep.config import has_no_rank, has_safe_path, rank_environment, spare_to_park
 from keepstep.errors import ConfigurationError, StepInterrupted, UsageError
-from keepstep.programs import begin, first_on_path, is_container
+from keepstep.programs import begin, first_on_path, flush, is_container
 from keepstep.protocol.messages import WorkerFailed, text
 from keepstep.worker.parking import park
 from keepstep.worker.session import current_session
@@ -47,24 +47,20 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
         _left_behind.append(ending)
         return _exit_code(ending.code)
     except StepInterrupted as interruption:
-        _left_behind.append(interruption)
-        error = UsageError(
+        failure: BaseException = UsageError(
             "a step was interrupted by a failure, and the interruption left the script instead of ending at its "
             "'with step:'. The code that computes a step must run inside 'with step:'; a framework that runs the loop "
             "by itself (a Trainer) is not supported yet"
         )
-        error.__cause__ = interruption
-        _report(error)
-        sys.excepthook(type(error), error, _of_the_script(interruption.__traceback__))
-        return EXIT_EXCEPTION
+        failure.__cause__ = interruption
+        interruption.__traceback__ = _of_the_script(interruption.__traceback__)
+        failure.__traceback__ = interruption.__traceback__
     except BaseException as error:  # any error that ends the script is reported, then the process ends
-        _left_behind.append(error)
-        error.__traceback__ = _of_the_script(error.__traceback__)
-        _report(error)
-        _explain(error)
-        sys.excepthook(type(error), error, error.__traceback__)
-        return EXIT_EXCEPTION
-    return 0
+        failure = error.with_traceback(_of_the_script(error.__traceback__))
+    else:
+        return 0
+    _fail(failure)
+    return EXIT_EXCEPTION
 
 
 def _as_python(command: tuple[str, ...], module: bool) -> Callable[[], None]:
@@ -130,6 +126,27 @@ def _exit_code(code: object) -> int:
         return code
     print(code, file=sys.stderr)
     return EXIT_EXCEPTION
+
+
+def _fail(error: BaseException) -> None:
+    """Prints the error that has ended the script, as Python does, and only then reports it.
+
+    The report may end the job, and the agent then kills this process.
+    """
+    _left_behind.append(error)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException as failure:  # as Python prints it where a script's own hook fails
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exception(failure.with_traceback(_of_the_script(failure.__traceback__)))
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(error)
+    _explain(error)
+    flush()
+    _report(error)
 
 
 def _report(error: BaseException) -> None:
