@@ -3,6 +3,8 @@
 import importlib
 import json
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import ModuleType
