@@ -34,6 +34,12 @@ def test_random_instants(tmp_path: Path, seed: int, layout: str) -> None:
     check(tmp_path, layout, 1, layouts.at_random(30, seed))
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_kill_in_the_first_step(tmp_path: Path, phase: str) -> None:
+    """Survivors have run the first forward, in which FSDP2 decides what it keeps gathered; the replacement has not."""
+    check(tmp_path, "HSDP 2 × 2", 1, (f"kill@step=0,phase={phase},rank=1", 3))
+
+
 def test_groups_without_the_lost_rank_stay_as_they_are(tmp_path: Path) -> None:
     """On a mesh of 2 x 2. A rank that was synced when it was lost leaves nothing under way but the gradient barrier."""
     members = {"replicate": [{0, 2}, {1, 3}], "shard": [{0, 1}, {2, 3}]}

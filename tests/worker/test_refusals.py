@@ -140,7 +140,7 @@ def other_schedule(**attributes: Any) -> Callable[[Path], Objects]:
 
     def make(_path: Path) -> Objects:
         schedule = type("_PipelineSchedule", (), {})()
-        vars(schedule).update(_stage=SimpleNamespace(submod=None), **attributes)
+        vars(schedule).update({"_stage": SimpleNamespace(submod=None)} | attributes)
         return {"model": small(), "schedule": schedule}
 
     return make
@@ -205,7 +205,7 @@ ROWS: dict[str, list[Make]] = {
         pipeline_alone,
         zero_bubble,
         other_schedule(),
-        other_schedule(_stage_forward_initialized=False),
+        other_schedule(_stage=None),
     ],
     "an optimizer of parameters that are in no protected module": [
         lambda _path: {"model": small(), "optimizer": torch.optim.SGD(torch.nn.Linear(2, 2).parameters())}

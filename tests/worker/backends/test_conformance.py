@@ -338,6 +338,7 @@ def test_one_generation_is_connected_after_the_other(kind: Kind, tmp_path: Path)
 
 def leave(rank: int, size: int, kind: Kind, path: Path) -> str:
     group = connected(kind, path, rank, size, timeout=timedelta(seconds=5))
+    meet(path, size, "connected")  # a member that is still connecting would fail with an error of that
     answer = ""
     if rank == 0:
         group.leave()
@@ -421,6 +422,7 @@ def test_connections_stay_where_nothing_was_under_way(kind: Kind, tmp_path: Path
 
 def close_in_the_middle(rank: int, size: int, kind: Kind, path: Path) -> tuple[object, ...]:
     group = connected(kind, path, rank, size)
+    meet(path, size, "connected")
     found: tuple[object, ...] = ()
     if rank == 0:
         work = reduce(group, kind.ones(1))

@@ -4,8 +4,6 @@ import contextlib
 import gc
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -181,26 +179,6 @@ def refused(rank: int, num_ranks: int, path: Path) -> list[str]:
     except ConfigurationError as error:
         found.append(str(error))
     return found
-
-
-class _PipelineSchedule:
-    """What a schedule may be in another release of torch, as far as its name tells."""
-
-
-def test_schedules_of_an_unknown_release_are_refused() -> None:
-    schedule: Any = _PipelineSchedule()
-    with pytest.raises(ConfigurationError, match=r"lacks _stage or _stages .* keepstep names as tested"):
-        layout_of({"schedule": schedule})
-    schedule._stage = SimpleNamespace(submod=torch.nn.Linear(1, 1))
-    with pytest.raises(ConfigurationError, match=r"lacks _initialize_stage or _initialize_stages, so an interrupted"):
-        layout_of({"schedule": schedule})
-
-
-def test_what_cannot_be_undone_is_refused(tmp_path: Path) -> None:
-    for first, second in run_ranks(2, refused, tmp_path):
-        assert "a ScheduleGPipe has stages that are protected" in first
-        assert "protect(schedule=ScheduleZBVZeroBubble)" in second
-        assert "DistributedDataParallel does not reduce those" in second
 
 
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
