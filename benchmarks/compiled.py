@@ -7,7 +7,7 @@ The script is `tests/scripts/compiled.py`: as it is (``eager``), with `torch.com
 that has compiled the model in `Session.warm_up` (``warm``). The three take turns. The gap includes the first step after
 the recovery, which compiles the model where the spare has not.
 
-Prints a table, and writes ``benchmarks/results/DATE-compiled.md`` with the raw figures in a .json beside it.
+Prints a table, and writes ``benchmarks/results/DATE-compiled.md``.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def sections(result: dict[str, Any]) -> list[Section]:
     return [Section("Two kills in each drill", ("model", "kills", "gap, median", "longest", "ratio"), rows, notes)]
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
-    head = page.heading("Recovery of a compiled model", result) + page.measured_in(result, raw) + "\n"
+    head = page.heading("Recovery of a compiled model", result) + page.measured_in(result) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 

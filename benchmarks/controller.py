@@ -168,7 +168,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             fleet.wait_until_trained(number + 1)
         return {
             "agents": args.agents,
-            "relays": args.relays,
             "start_s": joined_s,
             "processor_percent": 100 * calm,
             "memory_mib": rss / 2**20,
@@ -208,10 +207,10 @@ def sections(result: dict[str, Any]) -> list[Section]:
     return [Section(f"A controller and {result['agents']:,} agents", ("", "measured"), rows, [note])]
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
     head = page.heading("A controller of many nodes", result)
-    return "\n".join([head + page.measured_in(result, raw), *(section.markdown() for section in sections(result))])
+    return "\n".join([head + page.measured_in(result), *(section.markdown() for section in sections(result))])
 
 
 def main() -> int:

@@ -7,9 +7,8 @@ A  1,024 simulated ranks, written into a run folder in real time, shown in a hea
 B  a real job: the cost of its steps without a page, with one open page, and with 200, in turns
 C  a drill with an open page: the time from a failure, and from the resumed step, until the page shows it
 
-Prints tables, and writes ``benchmarks/results/DATE-dashboard.md`` with the raw figures in a .json beside it. The
-machine should have nothing else to do. The pages of part B are connections that read a page's data. A browser runs on
-the user's machine, so only part A has one.
+Prints tables, and writes ``benchmarks/results/DATE-dashboard.md``. The machine should have nothing else to do. The
+pages of part B are connections that read a page's data. A browser runs on the user's machine, so only part A has one.
 """
 
 from __future__ import annotations
@@ -304,10 +303,10 @@ _SCALE = {
 }
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
     head = page.heading("Looking at a job", result)
-    return "\n".join([head + page.measured_in(result, raw), *(section.markdown() for section in sections(result))])
+    return "\n".join([head + page.measured_in(result), *(section.markdown() for section in sections(result))])
 
 
 def main() -> int:

@@ -44,7 +44,6 @@ def drilled(name: str, arguments: list[str]) -> dict[str, Any]:
         "state_from": sorted({each["state_from"] for each in struck}),
         "recovery_ms": [each["gap_ms"] - each["first_step_ms"] for each in kills],
         "gap_ms": [each["gap_ms"] for each in kills],
-        "step_ms": result["step_ms"],
         "files": [file["file"] for file in result["files"]],
     }
 

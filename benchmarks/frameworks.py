@@ -110,9 +110,9 @@ def _row(name: str, starts: list[dict[str, Any]]) -> list[str]:
     return row
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
-    head = page.heading("The cost of a step in the loops of frameworks", result) + page.measured_in(result, raw) + "\n"
+    head = page.heading("The cost of a step in the loops of frameworks", result) + page.measured_in(result) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 

@@ -15,8 +15,7 @@ state restored from two holders, next to copies of the same bytes. f: snapshots,
 published with buffers on the GPU. h: the parts of a recovery, from a drill. i: the same with three and with four ranks
 that share the first GPU, over gloo even if NCCL is available: a rank killed in each phase of a step.
 
-Prints tables, and writes ``benchmarks/results/DATE-gpu-NAME.md`` with the raw figures in a .json beside it. No figures
-of a GPU have been written so far.
+Prints tables, and writes ``benchmarks/results/DATE-gpu-NAME.md``. No figures of a GPU have been written so far.
 """
 
 from __future__ import annotations
@@ -133,12 +132,10 @@ def guarded(name: str, function: Callable[[int, Path], Any]) -> Callable[[argpar
     def measure(args: argparse.Namespace, folder: Path) -> Any:
         if time.monotonic() > args.until_s:
             return {"skipped": f"the {BUDGET_S} s of the whole run were over"}
-        begun_s = time.monotonic()
         try:
-            found = dict(function(args.turns, folder))
+            return dict(function(args.turns, folder))
         except (AssertionError, RuntimeError, OSError, subprocess.SubprocessError, KeepstepError) as error:
             return {"failed": f"{name}: {error}"}
-        return found | {"took_s": round(time.monotonic() - begun_s, 1)}
 
     return measure
 
@@ -202,8 +199,7 @@ def of_nccl(found: dict[str, Any]) -> Section:
 def of_steps(title: str, first: str) -> Callable[[dict[str, Any]], Section]:
     """Returns a function that makes a table with a row for each length of steps."""
 
-    def table(steps: dict[str, Any]) -> Section:
-        lengths = {length: taken for length, taken in steps.items() if isinstance(taken, dict)}
+    def table(lengths: dict[str, Any]) -> Section:
         ways = list(next(iter(lengths.values())))
         rows = [
             [f"{length} ms", *(f"{1000 * statistics.median(taken[way]):.3f}" for way in ways)]
@@ -246,9 +242,8 @@ def of_snapshots(found: dict[str, Any]) -> Section:
 def of_weights(found: dict[str, Any]) -> Section:
     rows = []
     for source, each in found.items():
-        if isinstance(each, dict):
-            parts_s = {"a version": statistics.median(each["seconds"])} | each["busy"] | each["floors"]
-            rows += [[source, name, f"{1000 * s:.1f}", rate(each["bytes"], s)] for name, s in parts_s.items()]
+        parts_s = {"a version": statistics.median(each["seconds"])} | each["busy"] | each["floors"]
+        rows += [[source, name, f"{1000 * s:.1f}", rate(each["bytes"], s)] for name, s in parts_s.items()]
     notes = [
         "h2d, broadcast, reload: how long a stage was busy; where they overlap, their sum exceeds a version's time"
     ]
@@ -273,16 +268,15 @@ def of_recovery(found: dict[str, Any]) -> Section:
 
 
 def of_shared(found: dict[str, Any]) -> Section:
-    drills = {number: drill for number, drill in found.items() if isinstance(drill, dict)}
-    rows = [[f"{number} ranks: {row[0]}", *row[1:]] for number, drill in drills.items() for row in of_faults(drill)]
-    notes = [f"{number} ranks: identical: {drill['identical']}" for number, drill in drills.items()]
+    rows = [[f"{number} ranks: {row[0]}", *row[1:]] for number, drill in found.items() for row in of_faults(drill)]
+    notes = [f"{number} ranks: identical: {drill['identical']}" for number, drill in found.items()]
     return Section("Recoveries of ranks that share a GPU, by gloo, ms", ["", *MOMENTS], rows, notes)
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
     begin = heading("What needs a GPU", result).replace(", gloo, CPU.", f".\n* GPUs: {result['gpus']}.")
-    return "\n".join([begin + measured_in(result, raw), *(section.markdown() for section in sections(result))])
+    return "\n".join([begin + measured_in(result), *(section.markdown() for section in sections(result))])
 
 
 def main() -> int:

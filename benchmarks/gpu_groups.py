@@ -76,14 +76,14 @@ def calibrated() -> float:
 
 
 def communicators(kind: str, turns: int, folder: Path) -> dict[str, Any]:
-    """Returns the times of all ranks and turns."""
+    """Returns the times of the slowest rank in each turn."""
     number = num_ranks(kind)
     answers = run_ranks(number, rebuild, folder, kind, turns + 1)
     worst = [
         {name: max(answer[turn][name] for answer in answers) for name in answers[0][0]}
         for turn in range(1, turns + 1)  # the first one loads libraries
     ]
-    return {"ranks": number, "first_turn": answers[0][0], "turns": worst}
+    return {"ranks": number, "turns": worst}
 
 
 def rebuild(rank: int, size: int, path: Path, kind: str, turns: int) -> list[dict[str, float]]:

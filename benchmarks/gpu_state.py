@@ -288,4 +288,4 @@ def drilled(
     if ended.returncode or not report.exists():
         raise RuntimeError(f"the drill ended with exit code {ended.returncode}: {(ended.stdout + ended.stderr)[-800:]}")
     result = json.loads(report.read_text(encoding="utf-8"))
-    return {"identical": result["identical"], "faults": result["faults"], "step_ms": result["step_ms"]}
+    return {"identical": result["identical"], "faults": result["faults"]}

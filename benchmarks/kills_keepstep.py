@@ -145,7 +145,6 @@ def _row(kill: Kill, records: list[RecoveryRecord], moved_ms: dict[int, float]) 
     resume_ms = parts["resume"] or 0.0
     gone_s = next((failure.since_s for failure in begun.failures if failure.rank == kill.rank), begun.begun_s)
     return {
-        "rank": kill.rank,
         "phase": next((failure.phase for failure in begun.failures if failure.rank == kill.rank), None),
         "spare_was_ready": kill.spare_was_ready,
         "gap_ms": round(gap_ms, 3),
@@ -158,5 +157,4 @@ def _row(kill: Kill, records: list[RecoveryRecord], moved_ms: dict[int, float]) 
         **{f"{part}_ms": parts[part] for part in ("stop", "decide", "reset", "restore")},
         "resume_ms": round(resume_ms - step_ms, 3),
         "received_bytes": ended.received_bytes,
-        "generations": ended.generation - begun.generation + 1,
     }

@@ -7,7 +7,7 @@ Each layout is a small model on four ranks, and loses a rank in each phase of a 
 also lose ranks at random times. If the weights of a layout differ from those of a run without failures, the benchmark
 ends with an error. The programs are those of tests/worker/constructs, which docs/upstream.md lists.
 
-Prints a table, and writes ``benchmarks/results/DATE-layouts.md`` with the raw figures in a .json beside it.
+Prints a table, and writes ``benchmarks/results/DATE-layouts.md``.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def drill(layout: str, spares: int, faults: tuple[str, int]) -> dict[str, Any]:
     """Runs one drill, and returns its result. See `drills.drilled`."""
-    found = drills.drilled(layout, layouts.arguments(layout, spares, faults))
-    return {"layout": layout, "spares": spares, "faults": faults[0], **found}
+    return {"layout": layout, "spares": spares, **drills.drilled(layout, layouts.arguments(layout, spares, faults))}
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -92,10 +91,10 @@ def sections(result: dict[str, Any]) -> list[Section]:
     return found
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
     job = "* Jobs: four ranks on one node, each layout a model of some hundred parameters.\n"
-    head = page.heading("Layouts", result) + job + page.measured_in(result, raw) + "\n"
+    head = page.heading("Layouts", result) + job + page.measured_in(result) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 

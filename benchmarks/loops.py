@@ -7,7 +7,7 @@ Each example trains on three ranks, in the loop of a framework or in a user's lo
 phase of a step, and one that hangs; in a second run two ranks at once. Weights, metrics, logs and checkpoints must be
 equal to those of a run without failures. Otherwise the benchmark ends with an error.
 
-Prints a table, and writes ``benchmarks/results/DATE-loops.md`` with the raw figures in a .json beside it.
+Prints a table, and writes ``benchmarks/results/DATE-loops.md``.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def sections(result: dict[str, Any]) -> list[Section]:
     return [Section("A kill in every phase, and a hang; two at once", columns, rows, notes)]
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
     job = "* Jobs: three ranks on one node; the scripts are those of examples/integrations.\n"
-    head = page.heading("Loops of frameworks", result) + job + page.measured_in(result, raw) + "\n"
+    head = page.heading("Loops of frameworks", result) + job + page.measured_in(result) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 

@@ -236,10 +236,10 @@ def sections(result: dict[str, Any]) -> list[Section]:
     return found
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
     head = page.heading("A job on several machines", result)
-    return "\n".join([head + page.measured_in(result, raw), *(section.markdown() for section in sections(result))])
+    return "\n".join([head + page.measured_in(result), *(section.markdown() for section in sections(result))])
 
 
 def main() -> int:

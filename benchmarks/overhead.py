@@ -177,8 +177,7 @@ def measure_one(shape: Shape, step_ms: int, num_ranks: int, args: argparse.Names
         key: sorted(start[key]["keepstep"] - start[key]["torchrun"] for start in starts)
         for key in ("median_ms", "tenth_ms", "cpu_ms")
     }
-    size = {"step_ms": step_ms, "ranks": num_ranks, "batch": shape.batch, "steps_per_turn": block}
-    return size | figures | {"more": more}
+    return {"step_ms": step_ms, "ranks": num_ranks, **figures, "more": more}
 
 
 def one_start(
@@ -332,13 +331,13 @@ def sections(result: dict[str, Any]) -> list[Section]:
     return found
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
     head = page.heading("The cost of a step without failures", result)
     shapes = "".join(
         f"* A step of {step_ms} ms: {depth} layers of {width}, AdamW.\n" for step_ms, (width, depth) in SHAPES.items()
     )
-    head += shapes + page.measured_in(result, raw) + "\n"
+    head += shapes + page.measured_in(result) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 

@@ -1,4 +1,4 @@
-"""The output of a benchmark: tables on the terminal, a page in Markdown, and the raw figures as JSON.
+"""The output of a benchmark: tables on the terminal, and a page in Markdown.
 
 After the parts that all benchmarks share, this file contains the tables of `benchmarks/recovery.py`.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
 import shlex
@@ -123,10 +122,9 @@ def carry_out(
     result: dict[str, Any],
     measure: Callable[[], dict[str, Any]],
     sections: Callable[[dict[str, Any]], Iterable[Section]],
-    markdown: Callable[[dict[str, Any], str], str],
+    markdown: Callable[[dict[str, Any]], str],
     console: Console,
     folder: Path | None,
-    as_json: bool = False,
 ) -> int:
     """Runs a benchmark: measures, prints the tables and writes the page. Returns the exit code.
 
@@ -138,7 +136,6 @@ def carry_out(
         markdown: see `write`.
         console: where to print the tables and the progress.
         folder: see `write`; None: no page is written.
-        as_json: print the raw figures to stdout instead of the tables.
     """
     begun_s = time.monotonic()
     try:
@@ -147,31 +144,26 @@ def carry_out(
         console.print(f"[red]{name}.py:[/red] {error}", highlight=False)
         return 1
     result["minutes"] = round((time.monotonic() - begun_s) / 60, 1)
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        console.print()
-        for section in sections(result):
-            section.show(console)
+    console.print()
+    for section in sections(result):
+        section.show(console)
     if folder is not None:
-        path = write(folder, name, result, markdown)
-        console.print(f"written: {path} and {path.with_suffix('.json').name}", highlight=False)
+        console.print(f"written: {write(folder, name, result, markdown)}", highlight=False)
     return 0
 
 
-def write(folder: Path, name: str, result: dict[str, Any], markdown: Callable[[dict[str, Any], str], str]) -> Path:
-    """Writes the page and the raw figures beside it, and returns the page's path.
+def write(folder: Path, name: str, result: dict[str, Any], markdown: Callable[[dict[str, Any]], str]) -> Path:
+    """Writes the page, and returns its path.
 
     Args:
         folder: the folder, which is created if needed.
         name: the name of the benchmark.
-        result: its raw figures, with those of `provenance`.
-        markdown: returns the page for the result and the name of the file with the raw figures.
+        result: its figures, with those of `provenance`.
+        markdown: returns the page for the result.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result['date']}-{name}.md"
-    path.write_text(markdown(result, path.with_suffix(".json").name), encoding="utf-8")
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.write_text(markdown(result), encoding="utf-8")
     return path
 
 
@@ -187,11 +179,11 @@ def heading(title: str, result: dict[str, Any]) -> str:
 """
 
 
-def measured_in(result: dict[str, Any], raw: str) -> str:
-    """Returns the line about the run and the file with its raw figures."""
+def measured_in(result: dict[str, Any]) -> str:
+    """Returns the line about the run."""
     run = f"one run of {result['minutes']} minutes"
     return f"""* Everything was measured in {run}. Ratios carry over to another machine better than
-  milliseconds do. Raw figures: [{raw}]({raw}).
+  milliseconds do.
 """
 
 
@@ -281,12 +273,12 @@ def _counted(words: list[str]) -> list[str]:
     return [f"{words.count(word)} × {word}" for word in dict.fromkeys(sorted(words))]
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
     settings = result["settings"]
     size = f"{settings['size']} ({settings['parameters'] / 1e6:.1f} M parameters"
     job = f"""* Job: the GPT of examples/train_gpt.py, size {size},
   AdamW), batch {settings["batch_size"]} per rank, {settings["world_size"]} ranks and 1 spare, seed {settings["seed"]}.
 """
-    head = heading("Recovery", result) + job + measured_in(result, raw) + "\n"
+    head = heading("Recovery", result) + job + measured_in(result) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))

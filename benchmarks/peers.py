@@ -10,8 +10,8 @@ ends. Turns with a stopped rank (SIGSTOP) follow. The last job of each system is
 the parameters of the others with its own. If a system does not overcome a fault before the deadline, the fault counts
 as not overcome, and is not repeated.
 
-Prints a table, and writes ``benchmarks/results/DATE-peers.md``, the raw figures in a .json beside it, and the README's
-table. The machine should have nothing else to do.
+Prints a table, and writes ``benchmarks/results/DATE-peers.md`` and the README's table. The machine should have nothing
+else to do.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Comparison:
         self._digests: dict[str, list[dict[int, set[int]]]] = {system.title: [] for system in self._systems}
 
     def measure(self) -> dict[str, Any]:
-        """Takes all turns, and returns the raw figures."""
+        """Takes all turns, and returns the figures."""
         for begin in range(0, self._args.kills, KILLS_PER_JOB):
             numbers = range(begin, min(begin + KILLS_PER_JOB, self._args.kills))
             for system in self._in_turn(begin // KILLS_PER_JOB):
@@ -290,7 +290,7 @@ def write_readme(path: Path, result: dict[str, Any]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
     workload = result["workload"]
     head = page.heading("keepstep and its peers", result)
@@ -298,7 +298,7 @@ def markdown(result: dict[str, Any], raw: str) -> str:
   parameters, AdamW), batch {workload["batch_size"]} per rank, {WORLD_SIZE} ranks, seed {workload["seed"]}.
 """
     head += "".join(f"* {name} {version}\n" for name, version in result["versions"].items())
-    head += page.measured_in(result, raw) + "\n"
+    head += page.measured_in(result) + "\n"
     settings = "".join(f"* {title}: {says}.\n" for title, says in result["settings"].items())
     tables = "\n".join(section.markdown() for section in sections(result))
     return head + tables + "\n## The settings\n\n" + settings
@@ -315,10 +315,10 @@ def main() -> int:
     known: dict[str, Any] = {**page.provenance("peers.py"), "workload": workload}
     folder = args.results or (None if args.quick else RESULTS)
 
-    def measured_page(result: dict[str, Any], raw: str) -> str:
+    def measured_page(result: dict[str, Any]) -> str:
         if folder == RESULTS and not args.only:
             write_readme(README, result)
-        return markdown(result, raw)
+        return markdown(result)
 
     comparison = Comparison(args, console)
     return page.carry_out("peers", known, comparison.measure, sections, measured_page, console, folder)

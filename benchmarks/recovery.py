@@ -6,8 +6,7 @@
 The benchmark kills ranks of a keepstep job at random times (kills_keepstep.py). `benchmarks/overhead.py` measures the
 overhead without failures, and `benchmarks/peers.py` the recovery of other systems.
 
-Prints tables, and writes ``benchmarks/results/DATE-recovery.md`` with the raw figures in a .json beside it. The machine
-should have nothing else to do.
+Prints tables, and writes ``benchmarks/results/DATE-recovery.md``. The machine should have nothing else to do.
 """
 
 from __future__ import annotations

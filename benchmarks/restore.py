@@ -6,7 +6,7 @@
 There are three ranks, each a process with one thread for torch. Two hold the state, the third receives it, repeatedly.
 Between the restores the same processes measure the floors of this machine, and the ways without keepstep.
 
-Prints a table, and writes ``benchmarks/results/DATE-restore.md`` with the raw figures in a .json beside it.
+Prints a table, and writes ``benchmarks/results/DATE-restore.md``.
 """
 
 from __future__ import annotations
@@ -215,13 +215,13 @@ def section(result: dict[str, Any]) -> Section:
     return Section("Restoring a rank", ("", "seconds: median (min–max)", "GiB/s", "of restore's time"), rows, notes)
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
     setup = (
         f"* {result['gib']:.3g} GiB: 24 linear layers of width {result['width']} and four times that, with AdamW; two\n"
         "  live holders, one replacement, each in a process with one thread for torch.\n"
     )
-    head = page.heading("Restoring a rank", result) + setup + page.measured_in(result, raw) + "\n"
+    head = page.heading("Restoring a rank", result) + setup + page.measured_in(result) + "\n"
     return head + section(result).markdown()
 
 
@@ -230,24 +230,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1024, help="of the layers (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=10, help="of each way (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: tiny, and its figures mean nothing")
-    parser.add_argument("--json", action="store_true", help="print the raw figures and nothing else")
-    args = parser.parse_args()
+    parser.add_argument("--results", type=Path, help="where the page goes (default: results)")
+    args = page.parsed(parser, {"width": 16, "runs": 1})
     if min(args.width, args.runs) < 1:
         parser.error("--width and --runs: only numbers above 0")
-    width, runs = (16, 1) if args.quick else (args.width, args.runs)
-    console = Console(stderr=args.json)
-    known = {**page.provenance("restore.py"), "width": width}
-    folder = None if args.quick else RESULTS
+    known = {**page.provenance("restore.py"), "width": args.width}
+    folder = args.results or (None if args.quick else RESULTS)
     return page.carry_out(
         "restore",
         known,
-        lambda: measure(width, runs),
+        lambda: measure(args.width, args.runs),
         lambda result: [section(result)],
         markdown,
-        console,
+        Console(),
         folder,
-        args.json,
     )
 
 

@@ -13,7 +13,7 @@ b: FSDP2 on four ranks with 50 M parameters loses ranks (snapshots_kills.py): un
 restored from its snapshot; and under torchrun with an asynchronous checkpoint of torch's DCP in each step, where all
 ranks restart. DDP under keepstep is measured, too.
 
-Prints tables, and writes ``benchmarks/results/DATE-snapshots.md`` with the raw figures in a .json beside it.
+Prints tables, and writes ``benchmarks/results/DATE-snapshots.md``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def cost_of(step_ms: int, args: argparse.Namespace, root: Path) -> dict[str, Any
     for number in range(args.starts):
         with tempfile.TemporaryDirectory(dir=root) as name:
             starts.append(one_start(shape, args.turns, number, Path(name)))
-    return {"step_ms": step_ms, "batch": shape.batch, "starts": starts}
+    return {"step_ms": step_ms, "starts": starts}
 
 
 def one_start(shape: Shape, num_turns: int, number: int, root: Path) -> dict[str, Any]:
@@ -193,9 +193,9 @@ def sections(result: dict[str, Any]) -> list[Section]:
     return [make(result[name]) for name, make in made.items() if name in result]
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
-    head = page.heading("Snapshots in memory", result) + page.measured_in(result, raw) + "\n"
+    head = page.heading("Snapshots in memory", result) + page.measured_in(result) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 

@@ -81,7 +81,7 @@ def kill(job: RunningJob, chance: random.Random) -> dict[str, Any]:
     after = [next(each for each in events if each.attempt > attempt and each.rank == rank) for rank in range(RANKS)]
     resumed_at = int(min(event.value for event in after))
     gap_ms = 1000 * (max(event.at_s for event in after) - at_s)
-    return {"rank": rank, "gap_ms": gap_ms, "again": before + 1 - resumed_at + 1}
+    return {"gap_ms": gap_ms, "again": before + 1 - resumed_at + 1}
 
 
 def some_steps(job: RunningJob) -> None:

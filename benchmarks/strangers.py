@@ -142,7 +142,6 @@ async def strike(kind: str, count: int, port: int, secret: Secret, server: psuti
     return {
         "kind": kind,
         "count": count,
-        "ended": len(ended_s),
         "ended_s": [each - begun_s for each in sorted(ended_s)],
         "most_files": most_files,
         "more_mib": max(0, most_rss - rss_before) / 2**20,
@@ -176,27 +175,27 @@ def sections(result: dict[str, Any]) -> list[Section]:
     """Returns the table of a result."""
     rows = []
     for each in result["rounds"]:
-        ended = (
-            f"{each['ended_s'][len(each['ended_s']) // 2]:.1f} / {each['ended_s'][-1]:.1f}" if each["ended"] else "-"
-        )
+        ended_s = each["ended_s"]
+        after = f"{ended_s[len(ended_s) // 2]:.1f} / {ended_s[-1]:.1f}" if ended_s else "-"
         median, most = np.percentile(each["waited_ms"], [50, 99])
         joined = "never" if each["connected_s"] is None else f"{each['connected_s']:.2f}"
         name = each["kind"] + (f", at most {each['files']:,} open files" if each["files"] == FEW_FILES else "")
-        cells = (f"{each['count']:,}", ended, f"{each['most_files']:,}", f"{each['more_mib']:.0f}")
+        cells = (f"{each['count']:,}", f"{len(ended_s):,}", after, f"{each['most_files']:,}", f"{each['more_mib']:.0f}")
         rows.append([name, *cells, f"{median:.1f} / {most:.0f}", joined])
-    columns = ("strangers", "how many", "ended after, s", "files", "more MiB", "agent waits, ms", "newcomer, s")
+    columns = ("strangers", "how many", "ended", "after, s", "files", "more MiB", "agent waits, ms", "newcomer, s")
     notes = [f"{name}: {what}." for name, what in KINDS.items()]
     notes.append(
-        "ended after: the median and the last of their connections. files, more MiB: the controller's, at most."
+        "ended: those whose connections the controller has ended. after: the median and the last of them. files, more "
+        "MiB: the controller's, at most."
     )
     notes.append("agent waits: for an answer, median and 99th percentile. newcomer: until it is connected.")
     return [Section("Strangers at a controller's port", columns, rows, notes)]
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
     head = page.heading("Strangers at a controller's port", result)
-    return "\n".join([head + page.measured_in(result, raw), *(section.markdown() for section in sections(result))])
+    return "\n".join([head + page.measured_in(result), *(section.markdown() for section in sections(result))])
 
 
 def main() -> int:

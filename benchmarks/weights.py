@@ -15,8 +15,7 @@ weights_floors.py     the floors, and the other ways
 weights_trace.py      when each stage was busy
 weights_failures.py   a process breaks in the middle of an update
 
-Prints tables, and writes ``benchmarks/results/DATE-weights.md`` with the raw figures in a .json beside it. The machine
-should have nothing else to do.
+Prints tables, and writes ``benchmarks/results/DATE-weights.md``. The machine should have nothing else to do.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--failures", nargs="?", const="too", choices=("too", "only"), help="break processes")
     parser.add_argument("--failure-runs", type=int, default=3, help="of each failure (default: %(default)s)")
     parser.add_argument("--trace", type=Path, help="file for the trace of one update; a picture .svg goes beside it")
-    parser.add_argument("--json", action="store_true", help="print the raw figures and nothing else")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for any one wait (default: %(default)s)")
     parser.add_argument(
         "--results", type=Path, help=f"where the page goes (default: {RESULTS.parent.name}/{RESULTS.name})"
@@ -426,7 +424,7 @@ def _others(result: dict[str, Any]) -> Section:
     return _table("Other ways to do it", "seconds: median (min–max)", cases, notes)
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
     settings = result["settings"]
     kind = "into a second set of tensors" if settings["atomic"] else "in place"
@@ -435,20 +433,18 @@ def markdown(result: dict[str, Any], raw: str) -> str:
         f"* Each device: a publisher with all of the weights and a consumer that gets all of them, {kind}, each in a\n"
         f"  process with one thread for torch. Buckets of {settings['bucket_mib']:g} MiB.\n"
     )
-    head = page.heading("Publishing weights", result) + setup + "".join(lines) + page.measured_in(result, raw) + "\n"
+    head = page.heading("Publishing weights", result) + setup + "".join(lines) + page.measured_in(result) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 
 def main() -> int:
     """Measures, prints the tables, and writes the page."""
     args = parse_arguments()
-    console = Console(stderr=args.json)
-    settings = {name: getattr(args, name) for name in ("bucket_mib", "atomic", "updates", "other_runs", "failure_runs")}
+    console = Console()
+    settings = {name: getattr(args, name) for name in ("bucket_mib", "atomic")}
     known = {**page.provenance("weights.py"), "settings": settings}
     folder = args.results or (None if args.quick else RESULTS)
-    return page.carry_out(
-        "weights", known, lambda: measure(args, console), sections, markdown, console, folder, args.json
-    )
+    return page.carry_out("weights", known, lambda: measure(args, console), sections, markdown, console, folder)
 
 
 if __name__ == "__main__":

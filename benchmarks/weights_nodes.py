@@ -10,8 +10,7 @@ keepstep, without and with TLS, with `torch.distributed.broadcast` over gloo, an
 checkpoint of `torch.distributed.checkpoint` that every node reads over HTTP. The floor is plain TCP through all nodes
 in a row. For 100 and 1,000 nodes there is a model (`weights_model.py`).
 
-Prints tables, and writes ``benchmarks/results/DATE-weights-nodes.md`` with the raw figures in a .json beside it. The
-machine should have nothing else to do.
+Prints tables, and writes ``benchmarks/results/DATE-weights-nodes.md``. The machine should have nothing else to do.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ def parse_arguments() -> argparse.Namespace:
         help="of keepstep, after a first one; one less of the others (default: %(default)s)",
     )
     parser.add_argument("--results", type=Path, help="folder for the page (default: benchmarks/results)")
-    parser.add_argument("--json", action="store_true", help="print the raw figures instead of tables; no page")
     args = page.parsed(parser, QUICK)
     args.nodes, args.gbit = args.nodes or [1, 2, 4], args.gbit or [1.0, 5.0]
     return args
@@ -258,7 +256,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 })  # fmt: skip
     console.print("the model ...", highlight=False)
     model = weights_model.sections(((1 / 64, 5.0),), nodes=(1, 3)) if args.quick else weights_model.sections()
-    return {"cases": cases, "model": [vars(section) for section in model]}
+    return {"cases": cases, "model": model}
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
@@ -278,7 +276,7 @@ def sections(result: dict[str, Any]) -> list[Section]:
     ]
     return [
         Section("Publishing to other machines", columns, rows, notes),
-        *(Section(**each) for each in result["model"]),
+        *result["model"],
     ]
 
 
@@ -301,28 +299,25 @@ def _spread(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.3f} ({min(seconds):.3f}–{max(seconds):.3f})"
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
     setup = (
-        f"* {result['settings']['mib_per_gbit']} MiB of weights in bf16 for each Gbit/s of a link, one publisher, one\n"
+        f"* {result['mib_per_gbit']} MiB of weights in bf16 for each Gbit/s of a link, one publisher, one\n"
         "  consumer on each node, in place.\n"
         "* The machines are network namespaces on these cores, joined by the kernel's bridge; tc-tbf limits each\n"
         "  link, both ways.\n"
     )
-    head = page.heading("Publishing weights to other machines", result) + setup + page.measured_in(result, raw) + "\n"
+    head = page.heading("Publishing weights to other machines", result) + setup + page.measured_in(result) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 
 def main() -> int:
     """Measures, prints the tables, and writes the page."""
     args = parse_arguments()
-    console = Console(stderr=args.json)
-    settings = {name: getattr(args, name) for name in ("mib_per_gbit", "runs")}
-    known = {**page.provenance("weights_nodes.py"), "settings": settings}
-    folder = args.results or (None if args.quick or args.json else RESULTS)
-    return page.carry_out(
-        "weights-nodes", known, lambda: measure(args, console), sections, markdown, console, folder, args.json
-    )
+    console = Console()
+    known = {**page.provenance("weights_nodes.py"), "mib_per_gbit": args.mib_per_gbit}
+    folder = args.results or (None if args.quick else RESULTS)
+    return page.carry_out("weights-nodes", known, lambda: measure(args, console), sections, markdown, console, folder)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ memory, and the kernel copies from one process to the other. With ``UCX_TLS=tcp`
 process group of two broadcasts one tensor, and a plain TCP connection sends from one process to another, without
 pipeline, checksums or other copies. Without NIXL (``pip install 'keepstep[nixl]'``) its rows are left out.
 
-Prints a table, and writes ``benchmarks/results/DATE-weights-transports.md`` with the raw figures in a .json beside it.
+Prints a table, and writes ``benchmarks/results/DATE-weights-transports.md``.
 The machine should have nothing else to do.
 """
 
@@ -60,7 +60,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mib", type=int, default=512, help="size of the weights (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=5, help="rounds, after a first one (default: %(default)s)")
     parser.add_argument("--results", type=Path, help="folder for the page (default: benchmarks/results)")
-    parser.add_argument("--json", action="store_true", help="print the raw figures instead of tables; no page")
     return page.parsed(parser, QUICK)
 
 
@@ -165,7 +164,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def sections(result: dict[str, Any]) -> list[Section]:
     """Returns the table."""
-    num_bytes = result["settings"]["mib"] * MIB
+    num_bytes = result["mib"] * MIB
     rows = []
     for way, seconds in result["seconds"].items():
         ratios = [mine / tcp for mine, tcp in zip(seconds, result["seconds"][TCP], strict=True)]
@@ -180,23 +179,20 @@ def sections(result: dict[str, Any]) -> list[Section]:
     return [Section("One link, by transport", ["", "seconds", "GB/s", "times TCP"], rows, notes)]
 
 
-def markdown(result: dict[str, Any], raw: str) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """Returns the page as Markdown."""
-    setup = f"* {result['settings']['mib']} MiB of weights in bf16, one publisher, one node, one consumer, in place.\n"
-    head = page.heading("Weights over one link", result) + setup + page.measured_in(result, raw) + "\n"
+    setup = f"* {result['mib']} MiB of weights in bf16, one publisher, one node, one consumer, in place.\n"
+    head = page.heading("Weights over one link", result) + setup + page.measured_in(result) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))
 
 
 def main() -> int:
     """Measures, prints the tables, and writes the page."""
     args = parse_arguments()
-    console = Console(stderr=args.json)
-    settings = {name: getattr(args, name) for name in ("mib", "runs")}
-    known = {**page.provenance("weights_transports.py"), "settings": settings}
-    folder = args.results or (None if args.quick or args.json else RESULTS)
-    return page.carry_out(
-        "weights-transports", known, lambda: measure(args), sections, markdown, console, folder, args.json
-    )
+    console = Console()
+    known = {**page.provenance("weights_transports.py"), "mib": args.mib}
+    folder = args.results or (None if args.quick else RESULTS)
+    return page.carry_out("weights-transports", known, lambda: measure(args), sections, markdown, console, folder)
 
 
 if __name__ == "__main__":

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.benchmarks.quick import BENCHMARKS, measured, table
 
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 300
+README = BENCHMARKS.parent / "README.md"
 
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The scripts of benchmarks/, which import each other by their bare names."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(BENCHMARKS)
     return {name: importlib.import_module(name) for name in ("jobs", "peers", "peers_faults", "peers_systems")}
 
 
@@ -31,11 +28,30 @@ def fault(**more: Any) -> dict[str, Any]:
 
 
 def test_the_readme_shows_the_newest_page(scripts: dict[str, ModuleType]) -> None:
-    newest = max((ROOT / "benchmarks" / "results").glob("*-peers.json"), default=None)
-    if newest is None:
-        pytest.skip("no page of `make bench-peers` is here yet; the README shows older figures of several runs")
-    table = scripts["peers"].readme_table(json.loads(newest.read_text()), newest.with_suffix(".md").name)
-    assert f"<!-- made by benchmarks/peers.py -->\n{table}<!-- end -->" in (ROOT / "README.md").read_text()
+    newest = max((BENCHMARKS / "results").glob("*-peers.md"))
+    page = newest.read_text(encoding="utf-8")
+    shown = scripts["peers"].BLOCK.search(README.read_text(encoding="utf-8"))[0]
+    _, *stops = table(page, "A rank is stopped")
+    after_stops = {title: gap for title, _, gap, *_ in stops}
+    _, *kills = table(page, "A rank is killed")
+    expected = [
+        [
+            f"**{title}**" if title.startswith("keepstep") else title,
+            survived,
+            gap,
+            whole,
+            again,
+            equal,
+            after_stops[title],
+        ]
+        for title, survived, gap, _, whole, again, _, equal in kills
+    ]
+    assert [line.strip("| ").split(" | ") for line in shown.splitlines() if line.startswith("|")][2:] == expected
+    assert scripts["peers"].INTRODUCTION in shown
+    versions = re.findall(r"^\* (\S+ \d\S*)$", page, re.MULTILINE)
+    assert len(versions) == 4
+    for text in (newest.name, newest.name.removesuffix("-peers.md"), *versions[1:]):
+        assert text in shown
 
 
 def test_the_table_replaces_the_one_before(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -104,15 +120,10 @@ def test_digests_are_of_the_newest_attempt(scripts: dict[str, ModuleType]) -> No
 
 
 def test_a_system_that_is_not_there_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), "--quick", "--results", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    (path,) = tmp_path.glob("*-peers.json")
-    result = json.loads(path.read_text())
-    kept = result["systems"]["keepstep, default"]
-    assert [kill["outcome"] for kill in kept["kills"]] == ["overcome"], kept
-    assert (kept["jobs_equal"], kept["jobs_compared"]) == (1, 1)
-    page = path.with_suffix(".md").read_text()
-    assert set(result["missing"]) | set(result["systems"]) == set(result["settings"])
-    for title, why in result["missing"].items():
-        assert f"{title}: not measured, {why}" in page
+    page = measured("peers", tmp_path)
+    killed = {title: figures for title, *figures in table(page, "A rank is killed")[1:]}
+    assert (killed["keepstep, default"][0], killed["keepstep, default"][-1]) == ("1 of 1", "1 of 1")
+    missing = re.findall(r"^\* (.+): not measured, \S.*$", page, re.MULTILINE)
+    settings = re.findall(r"^\* (.+?): ", page.partition("\n## The settings\n")[2], re.MULTILINE)
+    assert settings[0] == "keepstep, default"
+    assert sorted([*killed, *missing]) == sorted(settings)

@@ -1,62 +1,64 @@
 """The benchmarks of a job on one machine run, and say what they measured. Nothing is timed."""
 
+import re
 from pathlib import Path
 
-from tests.benchmarks.quick import measured
+from tests.benchmarks.quick import measured, table
 
 
 def test_steps_without_failures(tmp_path: Path) -> None:
-    result, page = measured("overhead", tmp_path)
-    assert [(size["step_ms"], size["ranks"]) for size in result["sizes"]] == [(1, 2)]
-    assert len(result["sizes"][0]["more"]["median_ms"]) == 2
-    assert result["profile"]["rows"]
-    assert "The cost of a step without failures" in page
+    page = measured("overhead", tmp_path)
+    _, row = table(page, "What a step takes")
+    assert row[0] == "1 ms, 2 ranks"
+    assert "both jobs started 2 times for each line" in page
+    assert len(table(page, "Where it goes")) > 2
 
 
 def test_recoveries(tmp_path: Path) -> None:
-    result, page = measured("recovery", tmp_path)
-    assert {series: len(result[series]["kills"]) for series in ("keepstep", "keepstep_hurried")} == {
-        "keepstep": 2,
-        "keepstep_hurried": 1,
-    }
-    assert "Where keepstep's time goes" in page
+    page = measured("recovery", tmp_path)
+    _, *rows = table(page, "From a kill to the next completed step")
+    assert {name: kills for name, kills, *_ in rows} == {"keepstep, spare warm": "2", "keepstep, kills in a row": "1"}
+    for title, kills in (("Where keepstep's time goes", 2), ("... in the kills in a row", 1)):
+        assert len(table(page, title)) == 11
+        assert re.search(rf"^\* \d of {kills} kills met a warm spare", page, re.MULTILINE)
 
 
 def test_layouts(tmp_path: Path) -> None:
-    result, page = measured("layouts", tmp_path)
-    assert [(each["layout"], each["spares"]) for each in result["in_every_phase"]] == [
-        ("HSDP 2 × 2", 1),
-        ("HSDP 2 × 2", 0),
-    ]
-    assert [each["num_faults"] for each in result["at_random"]] == [2]
-    assert "A kill in every phase" in page
+    page = measured("layouts", tmp_path)
+    _, row = table(page, "A kill in every phase, and a hang")
+    assert row[:2] == ["HSDP 2 × 2", "replica"]
+    assert [again.startswith("≤ ") for again in row[2::2]] == [True, True]
+    _, row = table(page, "Kills at random instants, with a spare")
+    assert row[:2] == ["HSDP 2 × 2", "2"]
 
 
 def test_snapshots(tmp_path: Path) -> None:
-    result, page = measured("snapshots", tmp_path)
-    (start,) = result["cost"]["sizes"][0]["starts"]
-    assert set(start["mean_ms"]) == {"none", "each step", "each tenth step"}
-    assert start["auto_every"] >= 1
-    assert [len(series["kills"]) for series in result["kills"].values()] == [1, 1]
-    assert all(kill["again"] >= 1 for series in result["kills"].values() for kill in series["kills"])
-    assert "What snapshots cost" in page
+    page = measured("snapshots", tmp_path)
+    heads, row = table(page, "What snapshots cost")
+    assert heads[2:4] == ["one in each step", "in each tenth"]
+    assert int(row[-1]) >= 1
+    _, *rows = table(page, "A rank of four is lost")
+    assert [kills for _, kills, *_ in rows] == ["1", "1"]
+    assert all(int(again.partition(" ")[0]) >= 1 for *_, again in rows)
 
 
 def test_frameworks(tmp_path: Path) -> None:
-    result, page = measured("frameworks", tmp_path)
-    assert {name: len(starts) for name, starts in result["frameworks"].items()} == {"accelerate": 1, "lightning": 1}
-    assert "in the loops of frameworks" in page
+    page = measured("frameworks", tmp_path)
+    _, *rows = table(page, "What a step takes")
+    assert [row[0] for row in rows] == ["accelerate", "lightning", "all together"]
+    assert "each job started 1 times for each framework" in page
 
 
 def test_loops(tmp_path: Path) -> None:
-    result, page = measured("loops", tmp_path)
-    (example,) = result["examples"]
-    assert example["spare"]["num_faults"] == example["no_spare"]["num_faults"] > 1
-    assert example["two_at_once"]["num_faults"] == 2
-    assert "Loops of frameworks" in page
+    page = measured("loops", tmp_path)
+    _, row = table(page, "A kill in every phase, and a hang; two at once")
+    assert row[0] == "`fabric.py`"
+    assert [again.startswith("≤ ") for again in row[2::2]] == [True, True, True]
+    faults = re.search(r"^\* (\d+) faults in each of the first two runs", page, re.MULTILINE)
+    assert faults
+    assert int(faults[1]) > 1
 
 
 def test_compiled(tmp_path: Path) -> None:
-    result, page = measured("compiled", tmp_path)
-    assert {kind: len(gaps) for kind, gaps in result["gap_ms"].items()} == {"eager": 2, "warm": 2, "compiled": 2}
-    assert "Recovery of a compiled model" in page
+    _, *rows = table(measured("compiled", tmp_path), "Two kills in each drill")
+    assert {kind: kills for kind, kills, *_ in rows} == {"eager": "2", "warm": "2", "compiled": "2"}

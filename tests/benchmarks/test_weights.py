@@ -2,17 +2,15 @@
 
 import importlib
 import json
-import subprocess
-import sys
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.benchmarks.quick import BENCHMARKS, measured, table
 from tests.network.lab import why_not
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-DEADLINE_S = 240
 WHY_NOT = why_not()
 
 
@@ -23,23 +21,17 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("weights_trace")
 
 
-def test_a_tiny_restore() -> None:
-    command = [sys.executable, str(BENCHMARKS / "restore.py"), "--quick", "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert ended.returncode == 0, ended.stderr
-    seconds = json.loads(ended.stdout)["seconds"]
-    assert {way: len(found) for way, found in seconds.items()} == dict.fromkeys(
-        ["restore", "restore, by messages", "floor, memcpy", "floor, gloo", "checkpoint"], 1
-    )
+def test_a_tiny_restore(tmp_path: Path) -> None:
+    page = measured("restore", tmp_path)
+    _, *rows = table(page, "Restoring a rank")
+    ways = ["restore", "restore, by messages", "floor, memcpy", "floor, gloo", "checkpoint"]
+    assert [row[0] for row in rows] == ways
+    assert "1 runs of each, in turn" in page
 
 
-def test_a_tiny_link_by_transport() -> None:
-    command = [sys.executable, str(BENCHMARKS / "weights_transports.py"), "--quick", "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert ended.returncode == 0, ended.stderr
-    seconds = json.loads(ended.stdout)["seconds"]
-    assert {"TCP", "only gloo's broadcast", "only one TCP connection"} <= seconds.keys()
-    assert {len(found) for found in seconds.values()} == {1}
+def test_a_tiny_link_by_transport(tmp_path: Path) -> None:
+    _, *rows = table(measured("weights_transports", tmp_path), "One link, by transport")
+    assert {"TCP", "only gloo's broadcast", "only one TCP connection"} <= {row[0] for row in rows}
 
 
 def test_shares_of_an_update(trace: ModuleType) -> None:
@@ -59,37 +51,34 @@ def test_shares_of_an_update(trace: ModuleType) -> None:
 
 
 def test_a_tiny_run_of_everything(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "weights.py"), "--quick", "--json", "--failures"]
-    command += ["--trace", str(tmp_path / "update.json"), "--results", str(tmp_path / "results")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert ended.returncode == 0, ended.stderr
-    result = json.loads(ended.stdout)
-    (case,) = result["cases"]
-    assert len(case["updates"]) == 3
-    assert {row["stage"] for row in case["floors"]} == {"one", "h2d", "gloo", "memcpy", "reload"}
-    assert {way: len(seconds) for way, seconds in case["others"].items()} == {
-        "checkpoint": 2,
-        "broadcast": 2,
-        "safetensors": 2,
-    }
-    assert len(case["memory"]) == 4
-    assert len(result["failures"]) == 6
+    page = measured("weights", tmp_path / "results", "--failures", "--trace", str(tmp_path / "update.json"))
+    case = "0.0077 GiB, 2 devices"
+    for title, figure, number in (
+        ("Publishing a version", "later updates: median (min–max)", 7),
+        ("Which stages were busy", "Reload busy", 10),
+        ("Floors of this machine", "reload", 5),
+        ("Memory beyond the weights", "consumer: peak", 14),
+        ("Other ways to do it", "safetensors / keepstep", 7),
+    ):
+        (_, *cases), *rows = table(page, title)
+        assert cases == [case]
+        assert len(rows) == number
+        assert figure in {row[0] for row in rows}
+    assert "that returns; 2 after the first." in page
+    assert "Runs of each: 1, and a first one that is not counted." in page
+    assert len(table(page, "A process breaks")) == 7
     events = json.loads((tmp_path / "update.json").read_text("utf-8"))["traceEvents"]
     stages = {(event["pid"], event["cat"]) for event in events if event["ph"] == "X"}
     assert stages == {(device, stage) for device in (0, 1) for stage in ("h2d", "broadcast", "reload")}
     assert ET.parse(tmp_path / "update.svg").getroot().tag.endswith("svg")
-    assert {path.suffix for path in (tmp_path / "results").iterdir()} == {".md", ".json"}
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-def test_tiny_machines() -> None:
-    command = [sys.executable, str(BENCHMARKS / "weights_nodes.py"), "--quick", "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False)
-    assert ended.returncode == 0, ended.stderr
-    result = json.loads(ended.stdout)
-    assert [section["rows"][0][0] for section in result["model"]] == ["1"]
-    cases = result["cases"]
-    assert [(case["gbit_per_s"], case["nodes"]) for case in cases] == [(1.0, 1), (1.0, 2)]
-    for case in cases:
-        ways = ("floor", "keepstep", "keepstep, TLS", "broadcast, gloo", "safetensors, HTTP", "checkpoint, HTTP")
-        assert {way: len(case[way]) for way in ways} == dict.fromkeys(ways, 1)
+def test_tiny_machines(tmp_path: Path) -> None:
+    page = measured("weights_nodes", tmp_path)
+    (_, *cases), *rows = table(page, "Publishing to other machines")
+    assert cases == ["1 Gbit/s, 1 nodes", "1 Gbit/s, 2 nodes"]
+    ways = ["keepstep", "keepstep, TLS", "broadcast, gloo", "safetensors, HTTP", "checkpoint, HTTP"]
+    assert [row[0] for row in rows[:6]] == ["floor, plain TCP", *ways]
+    (title,) = re.findall(r"^## (By a model: .*)$", page, re.MULTILINE)
+    assert [row[0] for row in table(page, title)[1:]] == ["1", "3"]
