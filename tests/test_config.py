@@ -93,7 +93,11 @@ def test_all_that_torchrun_sets_is_there() -> None:
     """Held against the torch that is installed, so that a new one cannot add a variable unnoticed."""
     parts = (LocalElasticAgent._start_workers, LocalElasticAgent._set_local_rank_env)
     names = set(re.findall(r'"([A-Z][A-Z_]+)"', "".join(map(inspect.getsource, parts))))
-    names -= {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}  # of the launcher, and of --virtual-local-rank
+    names -= {
+        "OMP_NUM_THREADS",
+        "CUDA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+    }  # of the launcher, and of --virtual-local-rank
     job = job_environment(role="r", run_id="i", max_restarts=None, master_address="127.0.0.1", master_port=1)
     assert "LOCAL_RANK" in names
     assert names - job.keys() - worker_environment(CONFIG).keys() == set()

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 _P = ParamSpec("_P")
 
 
-class Background:
+class BackgroundTasks:
     """Tasks and callbacks of an event loop that nothing awaits.
 
     asyncio at most prints an exception of theirs, and the program goes on without what they would have done: it never

@@ -35,7 +35,6 @@ def test_the_longest_of_each_phase() -> None:
         (Phase.FORWARD, 1.0, 1.5),
         (Phase.BACKWARD, 2.0, 3.0),
         (Phase.SYNCED, 3.0, 3.0),
-        (Phase.OPTIMIZER, 3.0, 4.0),
     ]
 
 

@@ -51,7 +51,7 @@ def test_shares_of_an_update(trace: ModuleType) -> None:
 
 def test_a_tiny_run_of_everything(tmp_path: Path) -> None:
     page = measured("weights", tmp_path / "results", "--failures", "--trace", str(tmp_path / "update.json"))
-    case = "0.00752 GiB, 2 devices"
+    case = "0.0077 GiB, 2 devices"
     for title, figure, number in (
         ("Publishing a version", "later updates: median (min–max)", 7),
         ("Which stages were busy", "Reload busy", 10),

@@ -18,7 +18,7 @@ from keepstep.agent.processes import AgentWorker, is_stopped
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.snapshots import SnapshotMemory
 from keepstep.agent.spawner import SpawnerClient, SpawnerProcess
-from keepstep.background import Background
+from keepstep.background import BackgroundTasks
 from keepstep.errors import ProtocolError, RemoteProtocolError
 from keepstep.programs import ending
 from keepstep.protocol.messages import (
@@ -87,7 +87,7 @@ class Agent:
         """Durations of the steps in the tag pages of workers that have ended."""
         self.closed: dict[int, str] = {}
         """Unhealthy device -> the reason why the agent starts no worker on it any more."""
-        self._background = Background(self._fail)
+        self._background = BackgroundTasks(self._fail)
         self._error: Exception | None = None
         """What has failed in the background, and ends `run`."""
         self._guard = DeviceGuard(settings, self._background.guarded(self._close))

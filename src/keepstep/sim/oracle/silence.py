@@ -27,6 +27,8 @@ class SilenceWatch:
         self._world = world
         self._since_s: dict[int, float] = {}
         """process -> when it fell silent."""
+        self._ordered: set[int] = set()
+        """Processes that the controller has ordered to be killed."""
 
     def begins(self, worker: SimulatedProcess) -> None:
         """Records a process that falls silent."""
@@ -37,7 +39,11 @@ class SilenceWatch:
         return worker.is_alive and worker.process in self._since_s
 
     def fenced(self, worker: SimulatedProcess) -> None:
-        """Checks the order to kill a process."""
+        """Checks the order to kill a process. From then on its copy does not count, even if its agent gets it late."""
+        self._check_fence(worker)
+        self._ordered.add(worker.process)
+
+    def _check_fence(self, worker: SimulatedProcess) -> None:
         if not self.holds(worker) or self._world.oracle.has_other_fault(worker):
             return
         deadlines, now_s = self._world.layout.settings.deadlines, self._world.schedule.now_s
@@ -83,7 +89,7 @@ class SilenceWatch:
     def _complete(self) -> list[SimulatedProcess]:
         """Returns the live processes that hold a rank's state, not older than the step that the ranks are in."""
         least = max(1, self._world.oracle.furthest)
-        live = self._world.rank_holders()
+        live = (each for each in self._world.rank_holders() if each.process not in self._ordered)
         return [each for each in live if INCOMPLETE not in each.parameters and len(each.parameters) >= least]
 
     def _check(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
-from keepstep.background import Background
+from keepstep.background import BackgroundTasks
 from keepstep.errors import ConfigurationError, RemoteProtocolError
 from keepstep.programs import ending, own_command
 from keepstep.protocol.messages import AnyMessage
@@ -100,7 +100,7 @@ class RelayedNodeConnections:
         port = int(self._port.getsockname()[1])
         key, certificate = (None, None) if tls is None else (tls.key, tls.certificate)
         self._begin = wire.Begin(host, port, self._secret.text(), key, certificate, self._term)
-        background = Background(self._arrived.put_nowait)
+        background = BackgroundTasks(self._arrived.put_nowait)
         self._keeping = [background.begin(self._keep(number)) for number in range(len(self._relays))]
         self._keeping.append(background.begin(self._watch()))
         try:
