@@ -343,7 +343,7 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
         "`session.publish_weights(folder, model, every=10)`, called after `protect()`",
     ),
     "worker.session:Session._known_data_ranks": ("", ""),
-    "worker.step.snapshots:Snapshots._open": ("is not available, the job ends with an error",),
+    "worker.step.snapshots:Snapshots._open": ("has no memory for a [snapshot](SHARDED.md#snapshots), the job ends",),
     "worker.step_controller:StepController._script_returns": ("a step that was yielded and not entered",),
     "worker.step_controller:StepController.begin": ("",),
     "worker.step_controller:StepController._refuse_leftover_gradients": (
