@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 END_AT_ONCE = signal.SIGRTMAX
 """Ends a child of keepstep at once. Its parent sends it, or the kernel when the parent dies. Terminals, schedulers and
-`nohup` leave real-time signals alone: neither do they send this one, nor has anybody ignored it."""
+`nohup` do not send or ignore real-time signals."""
 
 
 def own_command(module: str, *arguments: str) -> list[str]:
@@ -30,11 +30,11 @@ def own_command(module: str, *arguments: str) -> list[str]:
 
 
 def begin() -> None:
-    """Makes true what a program of keepstep relies on, whatever has started it. Call it first.
+    """Gives a program of keepstep standard streams and the default action of SIGCHLD. Call it first.
 
     A service or a cron job may start it without standard streams. The next file or socket would get such a descriptor,
-    and the output of a C library would go there. If SIGCHLD is ignored, the kernel reaps children itself, and nobody
-    learns how they ended.
+    and the output of a C library would go there. If SIGCHLD is ignored, the kernel reaps children itself, and their
+    exit status is lost.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
