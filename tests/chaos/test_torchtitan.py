@@ -14,14 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.jobs import EXAMPLES, drill, run
+from tests.support.jobs import EXAMPLES, drill, run, without_keepstep
 
 from keepstep.drill.faults import IN_A_STEP
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-torchtitan")
 
 SCRIPT = EXAMPLES / "integrations" / "torchtitan_llama.py"
-PLAIN = EXAMPLES / "integrations" / "plain" / SCRIPT.name
 RANKS = 2
 STEPS = 40
 VALIDATING, SAVING = 6, 12
@@ -80,7 +79,8 @@ def test_the_rank_that_logs_is_lost_after_a_step(tmp_path: Path, unit: int, phas
 
 def test_weights_are_those_of_the_same_training_without_keepstep(tmp_path: Path) -> None:
     options = ("--steps", "12", "--out")
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), str(PLAIN))
+    script = without_keepstep(SCRIPT.stem, tmp_path)
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), str(script))
     plain = subprocess.run([*launcher, *options, str(tmp_path / "plain")], capture_output=True, text=True, check=False)
     assert plain.returncode == 0, plain.stderr
     code, _out, err = run("run", "--nproc-per-node", RANKS, SCRIPT, *options, tmp_path / "protected")

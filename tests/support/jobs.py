@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,3 +112,16 @@ def drill(tmp_path: Path, *arguments: object) -> tuple[int, dict[str, Any], str]
     code, out, err = run("drill", "--json", path, *arguments)
     result = json.loads(path.read_text()) if path.exists() else {}
     return code, result, out + err
+
+
+def without_keepstep(name: str, folder: Path) -> Path:
+    """Returns an example of docs/integrations before it was ported: a copy in the folder, without what its patch added.
+
+    ``git apply`` refuses a patch of which any line, changed or not, is not in the example.
+    """
+    example = EXAMPLES / "integrations" / f"{name}.py"
+    copy = folder / example.relative_to(ROOT)
+    copy.parent.mkdir(parents=True)
+    shutil.copy(example, copy)
+    subprocess.run(["git", "apply", "--reverse", example.with_suffix(".patch")], cwd=folder, check=True)
+    return copy
