@@ -302,7 +302,7 @@ def script(tmp_path: Path, body: str) -> Path:
             "session.protect(model=model)\nfor step in session.steps(3, start=session.rank):\n    with step: pass",
             "the host value steps(start=...) differs between rank 1 and rank 0",
         ),
-        ("session.protect(model=model)\nsession.steps(3, start=4)", "steps(3, start=4): allowed are 0 to 3"),
+        ("session.protect(model=model)\nsession.steps(3, start=4)", "steps(start=4): allowed are 0 to 3"),
         (
             "with torch.no_grad(): model.bias += session.rank\n"
             "session.protect(model=model, optimizer=optimizer)\n"
