@@ -152,7 +152,7 @@ def test_a_worker_that_a_real_time_signal_kills_is_reported(number: int, tmp_pat
 
 
 class Broken(Exception):
-    """Nobody expects it."""
+    """An error that no code of keepstep raises or catches by its type."""
 
 
 @pytest.mark.parametrize("where", ["a worker's end", "a worker's words", "the spawner's report", "a lifeline"])

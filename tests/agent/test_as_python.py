@@ -129,7 +129,7 @@ KINDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 
 @contextlib.contextmanager
 def shadowed(project: Path) -> Iterator[None]:
-    """Puts modules into the project's root that end whoever imports them."""
+    """Puts modules into the project's root that end the process that imports them."""
     for name in SHADOWS:
         (project / f"{name}.py").write_text("raise SystemExit('this is not the library')")
     try:

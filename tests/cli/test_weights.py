@@ -58,7 +58,7 @@ def test_signals_that_were_ignored_at_its_start_stay_ignored(arguments: tuple[st
     process = subprocess.Popen(program, stderr=subprocess.PIPE, env=environment)
     try:
         assert process.stderr is not None
-        assert process.stderr.readline()  # it serves, or tells that nobody answers
+        assert process.stderr.readline()  # the server serves, or tells that the controller does not answer
         assert handles(process.pid, signal.SIGTERM)
         assert ignored_by(process.pid) == IGNORED
         process.terminate()

@@ -107,7 +107,7 @@ class _Tee:
         self._write("console", lambda: print(text, file=self._console, flush=True))
 
     def _write(self, where: str, write: Callable[[], object]) -> None:
-        """Writes, unless that has failed before: nobody reads the console any more, or the disk is full."""
+        """Writes, unless that has failed before: the console's reader has closed its pipe, or the disk is full."""
         if where not in self._lost:
             try:
                 write()

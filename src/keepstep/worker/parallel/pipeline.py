@@ -4,7 +4,7 @@ A schedule is not re-entrant: the next step uses what an interrupted one has lef
 its first step neighbours exchange the shapes of activations and gradients (torch calls it metadata inference), which a
 replacement has not done. Both have one remedy: before the first step of a generation every rank, survivor or
 replacement, has its schedule as the script built it. The adapter records all attributes and containers of torch's
-pipelining classes before the first step, whatever their names in a release, and puts them back.
+pipelining classes before the first step, without a list of their names, and puts them back.
 """
 
 from __future__ import annotations
