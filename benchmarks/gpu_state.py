@@ -151,7 +151,7 @@ def with_snapshots(rank: int, _size: int, kind: str, turns: int, num_bytes: int,
     file = SnapshotFile(snapshotfile.create("bench"))
     none = SecondCopies(file, lambda: None, lambda error: None)
     taking = Snapshots(state, file, 1, none, side=side_copies(device))
-    taking.resumed(0, 0, Membership.of(Member(each, "n", str(each)) for each in range(2)), None, 1)
+    taking.resumed(0, 0, Membership.of(Member(each, "n", str(each)) for each in range(2)), None)
     step = 0
 
     def alone() -> None:

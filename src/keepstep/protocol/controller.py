@@ -29,8 +29,11 @@ REJOIN_FACTOR = 2.0
 the controller again, and the job is lost if the evicted nodes held the only copy of the state."""
 LEASE_CHECK_SHARE = 0.25
 """The controller checks the leases at intervals of this share of a lease."""
+RECENT_SHARE = 0.5
+"""The copies on other nodes save the job only if the controller has heard these nodes within this share of a lease. One
+switch may cut off several nodes at once, and their leases expire one after the other."""
 UNDECIDED_S = 0.05
-"""The controller checks the leases at this interval while the other ranks stop and report which state they hold."""
+"""The controller checks the leases at this interval while it waits to hear other nodes, or which state they hold."""
 LATE_S = 0.1
 """If a check of the leases is late by more than this, the controller postpones it once, by the same time: it was
 paused, and packets that have arrived meanwhile may still be unread."""
@@ -386,14 +389,17 @@ class ControllerMachine:
         for node in [] if is_isolated else silent:
             connection = self.connections[node]
             why = f"no heartbeat for {connection.patience_s(lease_s):g} s"
-            match left := self.job.left_without_node(node, silent):
-                case None if self.job.stage is Stage.TRAINING:
+            recent_s = now_s - lease_s * RECENT_SHARE
+            doubted = [other for other, each in self.connections.items() if each.heard_s < recent_s]
+            left = self.job.left_without_node(node, {*silent, *doubted})
+            if left is not Left.MEMORY and not set(doubted) <= set(silent):
+                is_undecided = True  # each of these is heard soon, or its lease expires
+            elif left is None:
+                is_undecided = True
+                if self.job.stage is Stage.TRAINING:
                     self._happened(NodeSilent(node, why), now_s)
-                case Left() if now_s >= connection.heard_s + self._patience_without_s[left]:
-                    self._happened(LeaseExpired(node, why, connection.heard_s), now_s)
-                case _:
-                    pass
-            is_undecided = is_undecided or left is None
+            elif now_s >= connection.heard_s + self._patience_without_s[left]:
+                self._happened(LeaseExpired(node, why, connection.heard_s), now_s)
         self._schedule_lease_check(lease_s, now_s)
         if is_undecided:
             self._check_leases_s = now_s + UNDECIDED_S

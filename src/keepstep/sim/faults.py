@@ -224,7 +224,7 @@ class Injector:
 
     def _suspend(self, fault: SimulatedFault) -> None:
         """Stops the processes of all ranks at once, and continues them after a while, as ``scontrol suspend`` does."""
-        ranks = [worker for worker in self._world.rank_holders() if not (worker.is_stopped or worker.is_stuck)]
+        ranks = [worker for worker in self._world.rank_holders() if not worker.is_stopped]
         for worker in ranks:
             self._world.oracle.suspended(worker, fault.lasts_s)
             worker.is_stopped = True

@@ -63,12 +63,29 @@ class _Watched:
     stopping: bool = False
     safe: bool = False
     suspected: bool = False
+    ignores_s: float | None = None
+    """How long it may ignore the last order, if it has waited for an order until then; None: it has not."""
+    ignores_since: int = -1
+    """The progress that its page showed then. The count changes as soon as it obeys."""
     builds: bool = False
     """Whether the worker is a spare whose script waits for the rank before its first step. Then the deadline of the
     start-up holds, not that of a recovery."""
     recent_s: dict[Phase, deque[float]] = dataclasses.field(default_factory=dict)
     """Durations of its completed phases, without the first one of each kind. A phase is absent until its first one has
     ended."""
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether it waits for others. A broken collective is no excuse, nor is a wait for an order that has come."""
+        look = self.seen
+        if look is None or (look.waiting and self.ignores_s is not None):
+            return False
+        return look.waiting or (look.in_collective and not self.stopping)
+
+    def ordered(self, within_s: float) -> None:
+        """Records an order. If it waits for one, it has to obey within this time."""
+        if self.seen is not None and self.seen.waiting and self.ignores_s is None:
+            self.ignores_s, self.ignores_since = within_s, self.seen.progress
 
 
 class LivenessMachine:
@@ -105,11 +122,19 @@ class LivenessMachine:
         self._workers.pop(worker, None)
 
     def stopping(self, workers: tuple[int, ...], now_s: float) -> None:
-        """Records an order to stop. From now on a collective does not excuse these workers, because it is broken."""
+        """Records an order to stop. From now on a collective does not excuse these workers, because it is broken.
+
+        A worker that has hung in code of its own goes on being late, and one that has not yet returned from a recovery
+        still has only the time of a recovery.
+        """
         for number in workers:
             if number in self._workers:
                 watched = self._workers[number]
-                watched.stopping, watched.safe, watched.changed_s = True, False, now_s
+                if watched.is_excused or watched.seen is None:
+                    watched.changed_s = now_s
+                watched.safe = watched.safe and watched.stopping
+                watched.stopping = True
+                watched.ordered(self.deadlines.long_s)  # it may be in the middle of reading a checkpoint
 
     def builds(self, worker: int, *, is_building: bool) -> None:
         """Records whether a spare's script waits for a rank during its start-up; False once it is at its first step."""
@@ -119,7 +144,7 @@ class LivenessMachine:
     def safe(self, worker: int) -> None:
         """Records that the worker is at its safe point and waits for orders."""
         if worker in self._workers:
-            self._workers[worker].safe = True
+            self._workers[worker].safe, self._workers[worker].ignores_s = True, None
 
     def recovering(self, worker: int, now_s: float) -> None:
         """Records that the worker recovers: ``recovery_s`` is the deadline from now on."""
@@ -127,6 +152,7 @@ class LivenessMachine:
             watched = self._workers[worker]
             watched.stopping = watched.safe = True
             watched.changed_s = now_s
+            watched.ordered(self.deadlines.recovery_s)
 
     def resumed(self, now_s: float) -> None:
         """Records that training continues. A stall from now on is reported again."""
@@ -134,6 +160,7 @@ class LivenessMachine:
         for watched in self._workers.values():
             watched.stopping = watched.safe = False
             watched.changed_s = watched.measured_from_s = now_s
+            watched.ordered(self.deadlines.recovery_s)
 
     def observe(self, worker: int, look: Observation, now_s: float) -> None:
         """Records an observation of a worker's page and process."""
@@ -145,6 +172,8 @@ class LivenessMachine:
         watched.seen = look
         if before is None or (before.tag, before.progress) != (look.tag, look.progress):
             watched.changed_s = now_s
+        if look.progress != watched.ignores_since:
+            watched.ignores_s = None
         if not look.stopped:
             watched.stopped_since_s = None
         elif watched.stopped_since_s is None:
@@ -174,6 +203,8 @@ class LivenessMachine:
         phase = watched.seen.tag.phase if watched.seen else Phase.STARTING
         if phase is Phase.STARTING and not self.is_initialised:
             return math.inf
+        if watched.ignores_s is not None:
+            return watched.ignores_s
         if watched.stopping and watched.safe and not watched.builds:
             return deadlines.recovery_s
         if phase not in MEASURED:
@@ -213,8 +244,7 @@ class LivenessMachine:
             detail = f"its process has been stopped by a signal (SIGSTOP) in {where} {stopped_s}"
             return WorkerSuspected(number, Cause.STOPPED, detail, look.tag, since_s, ())
         still_s, deadline_s = now_s - watched.changed_s, self.deadline_s(number)
-        excused = look.waiting or (look.in_collective and not watched.stopping)
-        if watched.rank is None or excused or still_s <= deadline_s:
+        if watched.rank is None or watched.is_excused or still_s <= deadline_s:
             return None
         allowed = f"(allowed {deadline_s:.1f} s), and it waits for no other rank"
         detail = f"no progress in {where} for {still_s:.1f} s {allowed}"

@@ -146,8 +146,8 @@ class RecoveryMachine:
         lost = [worker for worker in holders if worker.node == node]
         if not lost:
             return Left.MEMORY
-        silent = {worker.worker for worker in holders if worker.node in silent_nodes} | self._job.suspicions.keys()
-        return self._stage.left_without(Silence(lost, silent, node=node))
+        silent = self._silent(holders, silent_nodes)
+        return self._stage.left_without(Silence(lost, silent, (), node, silent_nodes))
 
     def node_silent(self, node: str, why: str, now_s: float) -> list[Effect]:
         """Stops the ranks of a job that trains, because it is not known what would be left of it without this node."""
@@ -235,14 +235,14 @@ class RecoveryMachine:
         job, deadlines, holders = self._job, self._job.settings.deadlines, self.roster.holders()
         held = job.roster.holder_numbers()
         job.suspicions = {number: each for number, each in job.suspicions.items() if number in held}
-        silent = {worker.worker for worker in holders if worker.node in silent_nodes} | job.suspicions.keys()
+        silent = self._silent(holders, silent_nodes)
         given_up: list[tuple[Worker, msg.WorkerLost]] = []
         snapshots: msg.SnapshotsByRank = ()
         for number, suspicion in job.suspicions.items():
             report, worker = suspicion.report, job.roster.workers[number]
             suspicion.due_s = suspicion.next_s(deadlines, now_s)
             left_behind = (*snapshots, *report.snapshots)
-            silence = Silence([*(each for each, _ in given_up), worker], silent, left_behind)
+            silence = Silence([*(each for each, _ in given_up), worker], silent, left_behind, None, silent_nodes)
             left = self._stage.left_without(silence)
             is_long = now_s >= report.since_s + deadlines.long_s and not silent_nodes
             if left is Left.MEMORY or (left is Left.CHECKPOINT and is_long):
@@ -256,6 +256,11 @@ class RecoveryMachine:
             self.roster.mark_lost(worker, gone=False)
         if given_up:
             self._act_on_losses(given_up, now_s)
+
+    def _silent(self, holders: Collection[Worker], silent_nodes: Collection[str]) -> set[int]:
+        """Returns the workers whose copies do not count, because they show no sign of life."""
+        silent = {worker.worker for worker in holders if worker.node in silent_nodes}
+        return silent | self._job.suspicions.keys() | self.standstill.idle()
 
     def _judge_next_s(self) -> float | None:
         """Returns when suspicions are to be judged; None if there are none."""

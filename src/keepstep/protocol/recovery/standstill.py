@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from keepstep.protocol.messages import RanksStand
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.waiting.explanation import RankState, explain, uneven
-from keepstep.protocol.waiting.operations import Standing
+from keepstep.protocol.waiting.operations import Standing, WaitsFor
 
 GRACE_S = 1.0
 """How long to wait for reports of other nodes, so that one sentence contains all of them."""
@@ -97,6 +97,11 @@ class Standstill:
             self._kept_s[worker.worker] = now_s
             self.text = self.told = text
             self.num_told += 1
+
+    def idle(self) -> set[int]:
+        """Returns the workers that have made no progress for long and wait for nobody: they may hang."""
+        nothing = WaitsFor.NOTHING
+        return {n for node in self._by_node.values() for n, (where, _) in node.items() if where.waits_for is nothing}
 
     def explained(self, detail: str, now_s: float) -> str:
         """Returns ``detail`` with the explanation of where ranks wait, if there is one."""

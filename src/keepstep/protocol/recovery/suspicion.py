@@ -77,7 +77,9 @@ class Silence:
     snapshots: SnapshotsByRank = ()
     """The snapshots that lost processes leave in the memory of their node."""
     node: str | None = None
-    """The node that might be given up, with all snapshots in its memory; None: only processes."""
+    """The node that might be given up; None: only processes."""
+    silent_nodes: Collection[str] = ()
+    """All silent nodes. Snapshots in their memory do not count."""
 
 
 def left_in_training(job: JobState, silence: Silence) -> Left | None:
@@ -122,11 +124,8 @@ def left_in_recovery(job: JobState, silence: Silence, words: Mapping[int, Report
         elif (word := words[worker.worker]) is not None:
             # A step that a rank can load may be that of a checkpoint, which does not count for the shards in question.
             reaches[where].add(frozenset(word[0]) | (frozenset() if where in doubted else frozenset(word[2])))
-    kept = [each for listed in readable(job.roster, job.snapshots).values() for each in listed]
-    kept += [each for worker in silence.lost for each in job.snapshots.all_of(worker.rank or 0)]
-    for each in kept:
-        if each.node != silence.node:
-            reaches[shard(each.rank)].add(each.steps)
+    for rank, listed in readable(job.roster, job.snapshots, job.membership, job.snapshots.ranks).items():
+        reaches[shard(rank)] |= {each.steps for each in listed if each.node not in silence.silent_nodes}
     for rank, steps in silence.snapshots:
         reaches[shard(rank)].add(frozenset(steps))
     if resume.resume_step(reaches) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
@@ -78,6 +79,7 @@ class SimulatedProcess(ABC):
         """Whether its script starts as a rank, together with those of all ranks, and not alone as a replacement's."""
         self.spawned_s = world.schedule.now_s
         self.is_alive = True
+        self.died_s = math.inf
         self.is_stopped = False
         """Whether SIGSTOP has stopped it."""
         self.is_stuck = False
@@ -185,7 +187,7 @@ class SimulatedProcess(ABC):
         """Ends the process, even in the middle of a step."""
         if not self.is_alive:
             return
-        self.is_alive = False
+        self.is_alive, self.died_s = False, self.world.schedule.now_s
         self.exit = (cause, detail)
         self._leave_groups()
         self.world.oracle.groups.died(self.process)

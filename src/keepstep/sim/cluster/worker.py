@@ -70,8 +70,9 @@ class SimulatedWorker(SimulatedProcess):
         self._heed(self.machine.receive(order), getattr(order, "generation", 0))
         if (holding := self.machine.holding()) is not None:
             self._say(holding)
-        if self.is_idle:
+        if self.is_idle and not self.is_stuck:
             self.is_idle = False
+            self._progress += 1
             self.go()
 
     def lose_connection(self) -> None:
@@ -235,6 +236,7 @@ class SimulatedWorker(SimulatedProcess):
     def has_exchanged(self) -> None:
         """Handles the end of the start-up exchange: the script is at its first step."""
         machine = self.machine
+        self._progress += 1
         if machine.generation > 0 and not machine.used_echo:
             self.parameters, self.shard = (), self.world.shard_of(machine.rank)
         writes = self.world.layout.checkpoint_every is not None

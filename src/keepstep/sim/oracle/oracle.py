@@ -256,11 +256,11 @@ class Oracle:
         for node, number in fences:
             if (fenced := self._world.nodes[node].workers.get(number)) is not None:
                 self.silence.fenced(fenced)
-        if isinstance(entry.event, LeaseExpired) and self._is_silent(entry.event.node):
+        if isinstance(entry.event, LeaseExpired) and self.is_silent(entry.event.node):
             self.silence.evicted(entry.event.node, entry.at_s - self._heard_s[entry.event.node])
         if isinstance(entry.event, LeaseExpired) and self._may_be_given_up(entry.event.node):
             is_given_up, self._given_up_s[entry.event.node] = True, self._world.schedule.now_s
-        if isinstance(entry.event, NodeSilent) and self._is_silent(entry.event.node):
+        if isinstance(entry.event, NodeSilent) and self.is_silent(entry.event.node):
             is_given_up = True
         if stop is not None and not is_given_up:
             self.causes.begins(stop)
@@ -280,10 +280,10 @@ class Oracle:
                 return None
         else:
             return None
-        return None if any(node in self._given_up_s or self._is_silent(node) for node in others) else loss
+        return None if any(node in self._given_up_s or self.is_silent(node) for node in others) else loss
 
     def _may_be_given_up(self, node: str) -> bool:
-        return node in self._given_up_s or self._is_silent(node)
+        return node in self._given_up_s or self.is_silent(node)
 
     def job_ended(self, order: EndJob) -> None:
         """Checks the end of the job, and its exit code."""
@@ -313,7 +313,8 @@ class Oracle:
         """Records a fault of a process, or an injected false report of its loss."""
         self.num_failures += 1
         self.drain.troubled(lasts_s)
-        self._blamed[worker.process] = fault
+        if not self._is_blamed_for_more(worker):
+            self._blamed[worker.process] = fault
         if fault in FAULTS:
             self.silence.begins(worker)
         self.causes.add(f"{fault} of process {worker.process}", most_recoveries(fault, lasts_s))
@@ -372,7 +373,7 @@ class Oracle:
         now_s, node = self._world.schedule.now_s, packet.node
         if (node, packet.incarnation) in self._evicted:
             return
-        if self._is_silent(node):
+        if self.is_silent(node):
             self._was_silent.add((node, packet.incarnation))
             self._given_up_s[node] = now_s
         self._num_heard[node, int(now_s)] = number = self._num_heard.get((node, int(now_s)), 0) + 1
@@ -422,7 +423,7 @@ class Oracle:
         for line, known, *has_told in reversed(self._before_packets):
             self._heard_up_to[line], (self._has_told_of_step, self._has_joined) = known, has_told
         for node in self._world.nodes:
-            if self._is_silent(node):
+            if self.is_silent(node):
                 self._given_up_s[node] = self._world.schedule.now_s
 
     @property
@@ -432,7 +433,10 @@ class Oracle:
 
     def has_other_fault(self, worker: SimulatedProcess) -> bool:
         """Whether there is another reason to end a process than that it is silent."""
-        return worker.node.name in self.drain.leaving or self._blamed.get(worker.process, "stop") not in FAULTS
+        return worker.node.name in self.drain.leaving or self._is_blamed_for_more(worker)
+
+    def _is_blamed_for_more(self, worker: SimulatedProcess) -> bool:
+        return self._blamed.get(worker.process, "stop") not in FAULTS
 
     @property
     def is_excused(self) -> bool:
@@ -453,9 +457,10 @@ class Oracle:
     def is_unreachable(self, worker: SimulatedProcess) -> bool:
         """Returns whether the controller may evict, or might have evicted, the node of a process."""
         node = worker.node.name
-        return worker.spawned_s <= self._given_up_s.get(node, -1.0) or self._is_silent(node)
+        return worker.spawned_s <= self._given_up_s.get(node, -1.0) or self.is_silent(node)
 
-    def _is_silent(self, node: str) -> bool:
+    def is_silent(self, node: str) -> bool:
+        """Returns whether the controller has heard nothing of a node for so long that it may evict it."""
         now_s = self._world.schedule.now_s
         heard_s = self._heard_s.get(node, now_s)
         if now_s - heard_s < LEASE_S:
@@ -527,7 +532,7 @@ class Oracle:
         settings = self._world.layout.settings
         has_room = self._world.room() >= settings.world_size
         idle = self._world.num_recoveries - self._recoveries_at_last_step
-        was_lost = self._blamed or self._given_up_s or any(map(self._is_silent, self._world.nodes))
+        was_lost = self._blamed or self._given_up_s or any(map(self.is_silent, self._world.nodes))
         needs_all = len(self._finished) == settings.world_size or not self._has_joined
         if self._excuses or idle >= MAX_IDLE_RECOVERIES or (was_lost and needs_all):
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from keepstep.protocol.phases import Phase
 from keepstep.sim.cluster.values import INCOMPLETE
 from keepstep.sim.oracle.checks import Check, ViolationError
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 FAULTS = frozenset({"stop", "deadlock", "slow", "suspend"})
 """Faults that leave a process alive, with its copy of the state."""
 ROUNDING_S = 1e-6
+NEWS_S = 1.5
+"""The controller need not know of a death so recent: half a lease (`controller.RECENT_SHARE`)."""
 BEFORE_S = 5.0
 """A process may have made no progress for so long before a fault silenced it: a phase, or a wait for others."""
 
@@ -58,13 +61,13 @@ class SilenceWatch:
 
     def put_down(self, worker: SimulatedProcess) -> None:
         """Checks a process that an operator kills after a long silence: the job must not have waited for it in vain."""
-        oracle, shards = self._world.oracle, set(self._world.layout.shards)
-        if not oracle.has_trained or oracle.finished_ranks or oracle.drain.is_asked or oracle.is_excused:
+        if self._is_no_matter() or not self._reach(worker):
             return
-        complete = self._complete()
-        others = [each for each in complete if each is not worker and not oracle.is_unreachable(each)]
-        is_replicated = {each.shard for each in others if not self._must_be_known(each)} == shards
-        if worker in complete and is_replicated:
+
+        def counts(other: SimulatedProcess) -> bool:
+            return other is not worker and not self._world.oracle.is_unreachable(other) and not self._is_silent(other)
+
+        if self._has_common_step(counts, lambda _: False):
             raise ViolationError(Check.STUCK, f"{worker} is silent, others hold its state, and the job waits for it")
 
     def evicted(self, node: str, silent_s: float) -> None:
@@ -79,18 +82,48 @@ class SilenceWatch:
             f"{node}, silent for {silent_s:.2f} s, is evicted",
         )
 
-    def _must_be_known(self, worker: SimulatedProcess) -> bool:
-        """Returns whether a process is silent, and so long that the controller must know."""
+    def _is_no_matter(self) -> bool:
+        oracle = self._world.oracle
+        return bool(not oracle.has_trained or oracle.finished_ranks or oracle.drain.is_asked or oracle.is_excused)
+
+    def _is_silent(self, worker: SimulatedProcess) -> bool:
+        """Returns whether a process is silent, and so long that the controller must know.
+
+        Nobody can know of a process that hangs in a wait for others.
+        """
         deadlines, now_s = self._world.layout.settings.deadlines, self._world.schedule.now_s
         known_s = now_s - deadlines.hang_after_s - deadlines.together_s - 1.0
-        is_silent = worker.is_stopped or worker.is_stuck or worker.slowness > 1.0
+        look = worker.look()
+        hangs = worker.is_stuck and not (look.waiting or look.in_collective)
+        is_silent = worker.is_stopped or hangs or worker.slowness > 1.0
         return is_silent and self._since_s.get(worker.process, now_s) < known_s
 
-    def _complete(self) -> list[SimulatedProcess]:
-        """Returns the live processes that hold a rank's state, not older than the step that the ranks are in."""
-        least = max(1, self._world.oracle.furthest)
-        live = (each for each in self._world.rank_holders() if each.process not in self._ordered)
-        return [each for each in live if INCOMPLETE not in each.parameters and len(each.parameters) >= least]
+    def _reach(self, worker: SimulatedProcess) -> set[int]:
+        """Returns the steps to which a live process can bring its state."""
+        held, steps = worker.parameters, worker.machine.steps
+        if worker.process in self._ordered or INCOMPLETE in held or steps.phase is Phase.STARTING:
+            return set()
+        is_synced = steps.phase in (Phase.SYNCED, Phase.OPTIMIZER) and steps.step == len(held)
+        return {len(held), len(held) + is_synced}
+
+    def _has_common_step(
+        self,
+        counts: Callable[[SimulatedProcess], bool],
+        is_read: Callable[[SimulatedProcess], bool],
+        least_step: int = 0,
+    ) -> bool:
+        """Returns whether all shards reach a common step, by live copies and snapshots.
+
+        Args:
+            counts: whether the copy of a process counts.
+            is_read: whether the snapshots in a process's memory count.
+            least_step: the least step that counts. Fresh ranks are at step 0, too.
+        """
+        reached = self._world.oracle.snapshots.steps_of(is_read)
+        for worker in self._world.rank_holders():
+            if worker.shard is not None and counts(worker):
+                reached[worker.shard] |= self._reach(worker)
+        return max(set.intersection(*reached.values()), default=-1) >= least_step
 
     def _check(
         self,
@@ -105,19 +138,25 @@ class SilenceWatch:
             is_read: whether the snapshots in a process's memory count after the decision.
             what: the decision.
         """
-        oracle, shards = self._world.oracle, set(self._world.layout.shards)
-
-        def stays(worker: SimulatedProcess) -> bool:
-            return not is_lost(worker) and not self._must_be_known(worker)
-
-        if not oracle.has_trained or oracle.finished_ranks or oracle.drain.is_asked or oracle.is_excused:
+        oracle, now_s = self._world.oracle, self._world.schedule.now_s
+        died_s = (each.died_s for each in self._world.workers.values() if each.machine.rank is not None)
+        if self._is_no_matter() or any(now_s - NEWS_S < at_s <= now_s for at_s in died_s):
             return
-        complete = self._complete()
-        holders = [worker for worker in complete if is_lost(worker) or not oracle.is_unreachable(worker)]
-        if {worker.shard for worker in holders} != shards or {each.shard for each in complete if stays(each)} == shards:
-            return
-        if not any(is_lost(worker) for worker in holders):
-            return  # they hold nothing
-        now_s = self._world.schedule.now_s
-        if oracle.snapshots.newest(lambda worker: is_read(worker) and not oracle.is_unreachable(worker), now_s) is None:
+
+        def is_there(worker: SimulatedProcess) -> bool:
+            return not oracle.is_unreachable(worker)
+
+        def is_heard(worker: SimulatedProcess) -> bool:
+            return not oracle.is_silent(worker.node.name)
+
+        before = self._has_common_step(
+            lambda worker: is_lost(worker) or (is_there(worker) and not self._is_silent(worker)),
+            lambda worker: worker.node.is_read and is_there(worker),
+            least_step=1,
+        )
+        after = self._has_common_step(
+            lambda worker: not is_lost(worker) and is_heard(worker) and not self._is_silent(worker),
+            lambda worker: is_read(worker) and is_heard(worker),
+        )
+        if before and not after:
             raise ViolationError(Check.LAST_COPY, f"{what}, and the last copy of a shard is lost with it")

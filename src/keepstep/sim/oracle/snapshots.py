@@ -120,18 +120,29 @@ class SnapshotWatch:
         """Forgets the snapshots of steps after the resume step. A step of -1 forgets all, because all ranks restart."""
         self._whole_s = {key: since_s for key, since_s in self._whole_s.items() if key[2] <= step}
 
-    def newest(self, is_there: Callable[[SimulatedProcess], bool], before_s: float | None = None) -> int | None:
+    def newest(self, is_there: Callable[[SimulatedProcess], bool]) -> int | None:
         """Returns the newest step of which every shard has a snapshot that was complete when the recovery began.
 
         A later snapshot may have been too late for its rank's report.
 
         Args:
             is_there: returns whether the memory of a process can still be read.
-            before_s: another time than that of the last recovery, before which the snapshot was complete.
         """
-        before_s = self._world.recovery_began_s if before_s is None else before_s
-        shards = self._nodes_of(self._world.rank_holders(), is_there, before_s)
+        shards = self._nodes_of(self._world.rank_holders(), is_there, self._world.recovery_began_s)
         return max(set.intersection(*map(set, shards.values())), default=None)
+
+    def steps_of(self, is_there: Callable[[SimulatedProcess], bool]) -> dict[str, set[int]]:
+        """Returns for each shard the steps of its snapshots in all memory that can be read.
+
+        Args:
+            is_there: returns whether the memory of a process can be read.
+        """
+        shards: dict[str, set[int]] = {shard: set() for shard in self._world.layout.shards}
+        for worker in self._world.workers.values():
+            if not worker.memory.is_lost and is_there(worker):
+                for each in worker.memory.whole:
+                    shards[self._world.shard_of(each.rank)].add(each.step)
+        return shards
 
     def _nodes_of(
         self,

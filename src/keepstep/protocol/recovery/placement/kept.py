@@ -63,6 +63,11 @@ class SnapshotRegister:
         """Whether a live worker keeps second copies of another rank."""
         return any(kept.is_live for listed in self._kept.values() for kept in listed)
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have known snapshots."""
+        return [rank for rank, listed in self._kept.items() if listed]
+
     def all_of(self, rank: int) -> Sequence[KeptSnapshots]:
         """Returns all known snapshots of a rank, except for those of its own live worker."""
         return self._kept.get(rank, ())

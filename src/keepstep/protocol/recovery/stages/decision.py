@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from keepstep.errors import InternalError
 from keepstep.protocol import resume
@@ -70,63 +70,56 @@ def reachable_step(
     shards: dict[str, set[Report | None]] = {shard: set() for shard in membership.shards}
     for (number, _), worker in spoken.items():
         shards[membership.shards[number]].add(last_word(worker, generation))
-    for rank, listed in readable(roster, snapshots).items():
-        if steps := frozenset().union(*(kept.steps for kept in listed)):
-            shards[membership.shard(rank)].add(((), None, tuple(sorted(steps))))
-    if not all(_reaches(last_word(worker, generation)) for worker in spoken.values()):
-        for rank, steps in _sendable(roster, snapshots, membership, generation).items():
-            shards[membership.shard(rank)].add(((), None, tuple(sorted(steps))))
-    greatest = resume.resume_step({shard: map(_reaches, said) for shard, said in shards.items()})
+    reaches = {shard: set(map(_reaches, said)) for shard, said in shards.items()}
     live = {shard: [frozenset(word[0]) for word in said if word and word[0]] for shard, said in shards.items()}
-    if greatest is None or greatest != resume.resume_step(live):
+    live_step = resume.resume_step(live)
+    if live_step is None:
+        for rank, listed in readable(roster, snapshots, membership, snapshots.ranks).items():
+            reaches[membership.shard(rank)] |= {kept.steps for kept in listed}
+    greatest = resume.resume_step(reaches)
+    if greatest is None or greatest != live_step:
         return greatest  # a checkpoint or snapshot reaches further than the live copies
     would_communicate = any(worker.safe is not None and worker.safe.would_communicate for worker in spoken.values())
-    reaches = (reach for of_shard in live.values() for reach in of_shard)
-    common = resume.common_step(reaches, would_communicate=would_communicate)
+    each_live = (reach for of_shard in live.values() for reach in of_shard)
+    common = resume.common_step(each_live, would_communicate=would_communicate)
     return greatest if common is None else common
 
 
-def readable(roster: Roster, snapshots: SnapshotRegister) -> dict[int, list[KeptSnapshots]]:
-    """Returns the kept snapshots of each lost rank that a process can read.
+def readable(
+    roster: Roster, snapshots: SnapshotRegister, membership: Membership, ranks: Iterable[int]
+) -> dict[int, list[KeptSnapshots]]:
+    """Returns the kept snapshots of each of these ranks that a process can read.
 
-    Only processes on a node can read its memory. So a snapshot counts if a rank is on its node, or can be placed there.
+    Only processes on a node can read its memory. A snapshot of a lost rank counts if a rank is on its node, or can be
+    placed there, and that of a live rank if a rank of another shard is there, which can send it.
     """
-    known = {rank: kept for rank in roster.missing_ranks() if (kept := snapshots.all_of(rank))}
-    nodes = {kept.node for listed in known.values() for kept in listed}
-    here = {each.node for each in roster.holders()} if nodes else set()
-    read = {node for node in nodes if node in here or roster.takes_in(node)}
-    return {rank: [kept for kept in listed if kept.node in read] for rank, listed in known.items()}
+    known = {rank: kept for rank in ranks if (kept := snapshots.all_of(rank))}
+    if not known:
+        return {}
+    numbers = membership.shard_numbers
+    on_node: dict[str, set[int]] = defaultdict(set)
+    for worker in roster.holders():
+        on_node[worker.node].add(numbers[worker.rank or 0])
+    missing = set(roster.missing_ranks())
+
+    def is_read(kept: KeptSnapshots) -> bool:
+        if kept.rank in missing:
+            return kept.node in on_node or roster.takes_in(kept.node) > 0
+        return not on_node.get(kept.node, set()) <= {numbers[kept.rank]}
+
+    return {rank: [kept for kept in listed if is_read(kept)] for rank, listed in known.items()}
 
 
-def out_of_reach(roster: Roster, snapshots: SnapshotRegister) -> str | None:
+def out_of_reach(roster: Roster, snapshots: SnapshotRegister, membership: Membership | None) -> str | None:
     """Returns a text that names snapshots of lost ranks that exist but cannot be read; None if there are none."""
-    read = readable(roster, snapshots)
+    if membership is None:
+        return None
+    read = readable(roster, snapshots, membership, roster.missing_ranks())
     lost = [kept for rank in read for kept in snapshots.all_of(rank) if kept.steps and kept not in read[rank]]
     if not lost:
         return None
     ranks, nodes = sorted({kept.rank for kept in lost}), sorted({kept.node for kept in lost})
     return f"the snapshots of ranks {ranks} are in memory of {', '.join(nodes)}, where no rank is and none has room"
-
-
-def _sendable(
-    roster: Roster, snapshots: SnapshotRegister, membership: Membership, generation: int
-) -> dict[int, frozenset[int]]:
-    """Returns, for live ranks that reach no step, the steps of their kept snapshots that other ranks can send.
-
-    Such a rank was to restore in a recovery that was interrupted. Its kept snapshots have not changed since.
-    """
-    numbers = membership.shard_numbers
-    on_node: dict[str, set[int]] = defaultdict(set)
-    for worker in roster.holders():
-        on_node[worker.node].add(numbers[worker.rank or 0])
-    empty = [each.rank or 0 for each in roster.holders() if not _reaches(last_word(each, generation))]
-    return {
-        rank: frozenset().union(
-            *(kept.steps for kept in snapshots.all_of(rank) if on_node[kept.node] - {numbers[rank]})
-        )
-        for rank in empty
-        if snapshots.all_of(rank)
-    }
 
 
 def tied_ranks(
@@ -138,7 +131,7 @@ def tied_ranks(
     it. If only second copies are left, or the snapshot's node has no device for the replacement, another rank on that
     node can send the snapshot. Only if no rank will be on that node, the replacement must be placed there.
     """
-    listed = readable(roster, snapshots).items()
+    listed = readable(roster, snapshots, membership, roster.missing_ranks()).items()
     found = {rank: there for rank, kept in listed if (there := [each for each in kept if step in each.steps])}
     if not found:
         return {}

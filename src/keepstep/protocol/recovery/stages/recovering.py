@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from keepstep.protocol.messages import Cause, Recover, StateRecovered
 from keepstep.protocol.recovery.job import JobState
+from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.protocol.recovery.records import Failure
 from keepstep.protocol.recovery.stages.decision import Report, decide, kept_step, last_word
 from keepstep.protocol.recovery.stages.stage import RecoveryStage
@@ -55,13 +56,17 @@ class Recovering(RecoveryStage):
         return ToTraining()
 
     def left_without(self, silence: Silence) -> Left | None:
-        """Applies the resume rule to the copies as they are now: a rank that has answered is at the resume step."""
-        roster, step = self.job.roster, self.job.progress.resume_at
-        words: dict[int, Report | None] = {
-            each.worker: last_word(each, self.job.generation) if each.worker in self.awaited else ((step,), step, ())
-            for each in roster.holders()
-        }
+        """Applies the resume rule to the copies as they are now."""
+        words = {each.worker: self._word_now(each) for each in self.job.roster.holders()}
         return left_in_recovery(self.job, silence, words)
+
+    def _word_now(self, worker: Worker) -> Report | None:
+        """Returns what a rank would report now. One that has answered is at the resume step, and has kept its earlier
+        snapshots."""
+        word, step = last_word(worker, self.job.generation), self.job.progress.resume_at
+        if worker.worker in self.awaited:
+            return word
+        return (step,), step, tuple(each for each in (word[2] if word else ()) if each <= step)
 
     def interrupted(self, cause: str, detail: str, failures: Sequence[Failure], now_s: float) -> Next:
         """Starts the recovery over in a new generation, because of another failure."""
