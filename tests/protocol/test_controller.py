@@ -105,6 +105,31 @@ def test_a_silent_node_is_evicted_and_its_rank_is_taken() -> None:
     assert cluster.refused == []
 
 
+def test_of_nodes_that_are_cut_off_together_none_is_evicted() -> None:
+    """Found by simulation: their leases end one after the other, and each had a replica on the next one."""
+    cluster = ToyCluster().go()
+    for name in ("node-0", "node-1", "node-2"):
+        cluster.nodes[name].is_cut_off = True
+    cluster.wait(10 * LEASE_S)
+    assert [entry for entry in cluster.entries() if isinstance(entry.event, LeaseExpired)] == []
+    for node in cluster.nodes.values():
+        node.is_cut_off = False
+    cluster.wait(LEASE_S)
+    assert where(cluster)[0] is Stage.TRAINING
+
+
+def test_what_nodes_have_sent_before_the_controller_was_held_up_is_no_sign_of_life() -> None:
+    """Found by simulation: a replica had died meanwhile, and its node's last packet lay in the controller's socket."""
+    controller = watching("node-0", "node-1")
+    controller.tick(100.5)
+    controller.receive(Packet("node-1", 1, 1, 0, (), misses=False), 110.0)
+    controller.tick(110.0)
+    controller.receive(Packet("node-1", 1, 1, 0, (), misses=False), 110.01)
+    assert controller._not_heard_since(100.0) == ["node-0", "node-1"]
+    controller.receive(Packet("node-1", 1, 1, 0, (), misses=False), 110.5)
+    assert controller._not_heard_since(100.0) == ["node-0"]
+
+
 def test_without_leases_a_node_may_be_silent_for_ever() -> None:
     """As where controller and agent are one process, which may have stood still."""
     cluster = ToyCluster(lease_s=None).go()

@@ -260,6 +260,25 @@ def test_a_replacement_that_was_sent_nothing_yet_can_still_be_sent_a_second_copy
     assert {transfer for transfer, _kept in decision.copies} == {Transfer((2,), (0,)), Transfer((3,), (1,))}
 
 
+def test_a_live_rank_goes_back_to_what_another_keeps_of_it() -> None:
+    """Found by simulation: a rank that was just restored has no older snapshot of its own, and the job ended."""
+    roster, register, membership = two_nodes({0: (3,), 1: (3,)})
+    for rank in (0, 1):
+        roster.add("b", rank).safe = safe(5, Phase.BACKWARD, (5,))
+    worker_of(roster, 2).safe = safe(5, Phase.BACKWARD, (5,), (3, 5))
+    keeper = worker_of(roster, 3)
+    register.left(keeper, ((3, (3,)), (1, (3,))))
+    roster.mark_lost(keeper, gone=True)
+    assert reachable_step(roster, register, membership, GENERATION) == 3
+    roster.add("b", 3).inherits = frozenset({3})
+    decision = decide(roster, register, membership, 3, GENERATION)
+    assert {rank: action for rank, action in decision.actions.items() if action is Action.RESTORE} == {
+        0: Action.RESTORE,
+        1: Action.RESTORE,
+    }
+    assert sorted(transfer.receivers for transfer, _kept in decision.copies) == [(0,), (1,)]
+
+
 def test_what_no_rank_could_send_to_a_live_one_is_not_reached() -> None:
     """Its copies are on a node where no other rank stands."""
     roster, register, membership = two_nodes({0: (4,), 1: (4,)})
@@ -334,11 +353,11 @@ def test_a_copy_that_no_process_can_come_to_does_not_count() -> None:
         roster.mark_lost(keeper, gone=True)
     roster.add_node(NodeJoined("c", 4, "c", 0, 0, ()))
     assert reachable_step(roster, register, membership, GENERATION) == 4
-    assert out_of_reach(roster, register) is None
+    assert out_of_reach(roster, register, membership) is None
     roster.close_devices("b", range(4), "sick")
     assert reachable_step(roster, register, membership, GENERATION) is None
     assert tied_ranks(roster, register, membership, 4, GENERATION) == {}
-    assert out_of_reach(roster, register) == (
+    assert out_of_reach(roster, register, membership) == (
         "the snapshots of ranks [0, 1, 2, 3] are in memory of b, where no rank is and none has room"
     )
 

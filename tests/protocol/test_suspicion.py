@@ -12,6 +12,7 @@ from keepstep.protocol.messages import (
     Cause,
     CheckpointWritten,
     FenceWorker,
+    RanksStand,
     SafePointReached,
     SnapshotsByRank,
     StateRecovered,
@@ -23,6 +24,7 @@ from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Stage
 from keepstep.protocol.recovery.standstill import REPEAT_S
 from keepstep.protocol.recovery.suspicion import Left
+from keepstep.protocol.waiting.operations import Standing, WaitsFor
 from keepstep.sim.cluster.layout import DEADLINES as SIMULATED
 
 TOGETHER_S = DEADLINES.together_s
@@ -138,6 +140,36 @@ def test_when_one_goes_on_the_others_get_the_time_to_do_so_too() -> None:
     assert fenced(job) == []
     wait(job, 100.0)
     assert fenced(job) == [job.workers[1].number]
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "is_given_up"),
+    [(WaitsFor.NOTHING, False), (WaitsFor.SIGNAL, False), (WaitsFor.RANKS, True), (WaitsFor.CONTROLLER, True)],
+)
+def test_a_copy_counts_only_if_its_rank_moves_or_waits_for_others(waits_for: WaitsFor, is_given_up: bool) -> None:
+    """Found by simulation: the one rank that was not suspected yet hung as well, where it had half an hour."""
+    job = training()
+    standing = Standing(job.holder(1).number, 5, Phase.OPTIMIZER, waits_for, 40.0, ())
+    job.say(RanksStand(job.holder(1).node, 1, (standing,)))
+    hung = job.holder(0)
+    suspect(job, hung)
+    wait(job, 100.0)
+    assert fenced(job) == ([hung.number] if is_given_up else [])
+
+
+def test_a_rank_that_answers_is_not_silent() -> None:
+    """Found by simulation: all had gone on and recovered, and were killed for what was reported before."""
+    job = training(3)
+    job.withhold(job.holder(0), SafePointReached)
+    job.kill(job.holder(2))
+    job.settle()
+    for rank in (0, 1):
+        suspect(job, job.holder(rank))
+        job.holder(rank).hung = False
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 2)
+    wait(job, 3600.0)
+    assert fenced(job) == []
 
 
 def test_copies_on_a_node_that_is_not_heard_do_not_count() -> None:

@@ -867,8 +867,10 @@ def second_copies_are_not_told(patch: pytest.MonkeyPatch) -> None:
 
 
 def snapshots_that_no_process_can_read_count(patch: pytest.MonkeyPatch) -> None:
-    def readable(roster: Roster, snapshots: SnapshotRegister) -> dict[int, list[Any]]:
-        return {rank: list(kept) for rank in roster.missing_ranks() if (kept := snapshots.all_of(rank))}
+    def readable(
+        roster: Roster, snapshots: SnapshotRegister, membership: Membership, ranks: Iterable[int]
+    ) -> dict[int, list[Any]]:
+        return {rank: list(kept) for rank in ranks if (kept := snapshots.all_of(rank))}
 
     patch.setattr(decision, "readable", readable)
 

@@ -188,8 +188,9 @@ class _NodeConnection:
     heard_s: float
     is_silent: bool = False
     """Whether the node was silent since the controller restarted. Then it is unknown which orders it has received."""
-    relay_lost_s: float = 0.0
-    """When the node's relay last ended. The lease starts over then, because the node could not send anything."""
+    silent_since_s: float = 0.0
+    """From when the lease counts, if that is later: the node's relay had ended, so the node could not send anything, or
+    the controller itself was paused, and could not hear it."""
 
     def patience_s(self, lease_s: float) -> float:
         """Returns how long the node may be silent."""
@@ -197,11 +198,15 @@ class _NodeConnection:
 
     def end_s(self, lease_s: float) -> float:
         """Returns when the lease expires."""
-        return max(self.heard_s, self.relay_lost_s) + self.patience_s(lease_s)
+        return max(self.heard_s, self.silent_since_s) + self.patience_s(lease_s)
 
     def is_heard(self, lease_s: float, now_s: float) -> bool:
         """Whether the controller has heard the node within one lease, so that its own network works."""
         return not self.is_silent and now_s < self.heard_s + lease_s
+
+    def is_heard_since(self, since_s: float) -> bool:
+        """Whether the controller has heard the node since a time."""
+        return not self.is_silent and self.heard_s >= since_s
 
 
 class ControllerMachine:
@@ -227,6 +232,8 @@ class ControllerMachine:
         self._first_node_until_s: float | None = None
         """Time by which a first node must join; None as soon as one has joined."""
         self._awake_s = 0.0
+        self._hears_from_s = 0.0
+        """What comes before this time may have been sent long ago: the controller was paused."""
         deadlines = settings.deadlines
         self._patience_without_s = {
             Left.MEMORY: 0.0,
@@ -322,7 +329,7 @@ class ControllerMachine:
         They connect again, and could not send anything meanwhile.
         """
         for connection in filter(None, map(self.connections.get, nodes)):
-            connection.relay_lost_s = now_s
+            connection.silent_since_s = now_s
 
     def left(self, message: msg.NodeLeft, now_s: float) -> None:
         """Removes a node that leaves the job. The answer is a final `NodeEvicted`."""
@@ -368,16 +375,20 @@ class ControllerMachine:
         due = self.job.next_deadline()
         if due is not None and now_s >= due:
             since_s = self.job.judges_since(now_s)
-            silent = () if since_s is None else (n for n, each in self.connections.items() if each.heard_s < since_s)
+            silent = () if since_s is None else self._not_heard_since(since_s)
             self._happened(DeadlineCame(tuple(silent)), now_s)
+
+    def _not_heard_since(self, since_s: float) -> list[str]:
+        since_s = max(since_s, self._hears_from_s)
+        return [node for node, each in self.connections.items() if not each.is_heard_since(since_s)]
 
     def _discount_own_pause(self, now_s: float) -> None:
         """Extends all leases by the time in which the controller itself was paused, and could not hear any node."""
         gap_s, self._awake_s = now_s - self._awake_s, now_s
         if self._lease_s is not None and gap_s > self._lease_s * 2 * LEASE_CHECK_SHARE:
+            self._hears_from_s = now_s + LATE_S
             for connection in self.connections.values():
-                connection.heard_s += gap_s
-                connection.relay_lost_s += gap_s
+                connection.silent_since_s = max(connection.heard_s, connection.silent_since_s) + gap_s
 
     def _check_leases(self, lease_s: float, now_s: float) -> None:
         silent = [node for node, connection in self.connections.items() if now_s >= connection.end_s(lease_s)]
@@ -389,16 +400,15 @@ class ControllerMachine:
         for node in [] if is_isolated else silent:
             connection = self.connections[node]
             why = f"no heartbeat for {connection.patience_s(lease_s):g} s"
-            recent_s = now_s - lease_s * RECENT_SHARE
-            doubted = [other for other, each in self.connections.items() if each.heard_s < recent_s]
-            left = self.job.left_without_node(node, {*silent, *doubted})
-            if left is not Left.MEMORY and not set(doubted) <= set(silent):
+            doubted = {*silent, *self._not_heard_since(now_s - lease_s * RECENT_SHARE)}
+            left = self.job.left_without_node(node, doubted)
+            if left is not Left.MEMORY and len(doubted) > len(silent):
                 is_undecided = True  # each of these is heard soon, or its lease expires
             elif left is None:
                 is_undecided = True
                 if self.job.stage is Stage.TRAINING:
                     self._happened(NodeSilent(node, why), now_s)
-            elif now_s >= connection.heard_s + self._patience_without_s[left]:
+            elif now_s >= max(connection.heard_s, connection.silent_since_s) + self._patience_without_s[left]:
                 self._happened(LeaseExpired(node, why, connection.heard_s), now_s)
         self._schedule_lease_check(lease_s, now_s)
         if is_undecided:

@@ -224,10 +224,9 @@ class Injector:
 
     def _suspend(self, fault: SimulatedFault) -> None:
         """Stops the processes of all ranks at once, and continues them after a while, as ``scontrol suspend`` does."""
-        ranks = [worker for worker in self._world.rank_holders() if not worker.is_stopped]
-        for worker in ranks:
+        for worker in self._world.rank_holders():
             self._world.oracle.suspended(worker, fault.lasts_s)
-            worker.is_stopped = True
+            worker.is_stopped, worker.suspended_until_s = True, self._world.schedule.now_s + fault.lasts_s
             self._until(fault, f"worker {worker.process}", "go_on")
         self._excuse_outside_of_training(fault.kind)
 

@@ -184,10 +184,37 @@ def test_a_rank_that_waits_for_the_controller_is_not_at_fault(phase: Phase) -> N
     node = Node(num_ranks=1)
     node.look(0, phase, waiting=True)
     assert beside_stalls(node.judge_after(10 * LONG_S)) == []
-    node.machine.stopping((0,), node.now_s)
-    assert beside_stalls(node.judge_after(10 * LONG_S)) == []
+    for progress, order in enumerate((node.machine.stopping, node.machine.recovering), start=1):
+        order((0,) if order == node.machine.stopping else 0, node.now_s)  # type: ignore[arg-type]
+        node.look(0, phase, progress=progress, waiting=True)
+        assert beside_stalls(node.judge_after(10 * LONG_S)) == []
+
+
+def test_a_rank_that_ignores_the_order_that_it_waits_for_hangs() -> None:
+    """Found by simulation: its page says for ever that it waits, and each recovery waits for it."""
+    node = Node(num_ranks=1)
+    node.look(0, Phase.UPDATED, waiting=True)
     node.machine.recovering(0, node.now_s)
-    assert beside_stalls(node.judge_after(10 * LONG_S)) == []
+    assert node.judge_after(RECOVERY_S - BIT_S) == []
+    assert suspected(node.judge_after(2 * BIT_S)) == [(0, Cause.HANG)]
+    node.machine.stopping((0,), node.now_s)
+    assert node.judge_after(BIT_S) == [], "it is no better than before"
+
+    node = Node(num_ranks=1)
+    node.look(0, Phase.UPDATED, waiting=True)
+    node.machine.stopping((0,), node.now_s)
+    assert beside_stalls(node.judge_after(LONG_S - BIT_S)) == [], "it may be reading a checkpoint"
+    assert suspected(node.judge_after(2 * BIT_S)) == [(0, Cause.HANG)]
+
+
+def test_an_answer_ends_a_suspicion_though_no_look_has_shown_progress() -> None:
+    """Found by simulation: a stopped process went on, answered, and was stopped again between two looks."""
+    node = Node(num_ranks=1)
+    node.look(0, Phase.FORWARD, stopped=True)
+    assert suspected(node.judge_after(HANG_S + BIT_S)) == [(0, Cause.STOPPED)]
+    node.machine.answered(0, node.now_s)
+    assert node.judge_after(HANG_S - BIT_S) == []
+    assert suspected(node.judge_after(2 * BIT_S)) == [(0, Cause.STOPPED)]
 
 
 def stalled(num_ranks: int, generation: int = 1) -> JobStalled:
@@ -380,13 +407,13 @@ def test_after_stop_a_collective_is_no_excuse() -> None:
     assert suspected(node.judge_after(2 * BIT_S)) == [(0, Cause.HANG)]
 
 
-def test_the_order_to_stop_restarts_the_deadline() -> None:
+def test_the_order_to_stop_excuses_no_rank_that_is_late_already() -> None:
+    """Found by simulation: a rank that hung was given more time by each failure of another one."""
     node = Node(num_ranks=1)
     node.train(0)
     node.now_s += 0.9 * HANG_S
     node.machine.stopping((0,), node.now_s)
-    assert node.judge_after(HANG_S - BIT_S) == []
-    assert suspected(node.judge_after(2 * BIT_S)) == [(0, Cause.HANG)]
+    assert suspected(node.judge_after(0.1 * HANG_S + BIT_S)) == [(0, Cause.HANG)]
 
 
 def test_while_recovering_every_sign_of_progress_counts() -> None:
@@ -432,13 +459,16 @@ def test_the_order_to_resume_restarts_the_deadline() -> None:
     assert suspected(node.judge_after(2 * BIT_S)) == [(0, Cause.HANG)]
 
 
-def test_a_second_stop_asks_for_a_safe_point_again() -> None:
-    """A rank that stood at one is judged by its phase again, not by the deadline of a recovery."""
+def test_a_second_stop_finds_the_rank_in_its_recovery() -> None:
+    """Its page still shows the phase in which the first one has stopped it, which says nothing of what it does now."""
     node = Node(num_ranks=1)
     node.train(0)
     node.machine.stopping((0,), node.now_s)
+    assert node.machine.deadline_s(0) == HANG_S
     node.machine.safe(0)
+    node.machine.stopping((0,), node.now_s)
     assert node.machine.deadline_s(0) == RECOVERY_S
+    node.machine.resumed(node.now_s)
     node.machine.stopping((0,), node.now_s)
     assert node.machine.deadline_s(0) == HANG_S
 

@@ -410,6 +410,8 @@ class AgentMachine:
         if isinstance(report, msg.SafePointReached):
             self.liveness.safe(number)
         if isinstance(report, msg.GroupAnswer):
+            if not isinstance(report, msg.Holding):  # which the thread of the link says
+                self.liveness.answered(number, now_s)
             self._hold(report, now_s)
         else:
             self._say(report)
@@ -514,7 +516,9 @@ class AgentMachine:
 
 
 def _standing(worker: int, look: Observation, still_s: float, counts: Sequence[OperationCount]) -> Standing:
-    if look.waiting:
+    if look.stopped:
+        waits_for = WaitsFor.SIGNAL
+    elif look.waiting:
         waits_for = WaitsFor.CONTROLLER
     else:
         waits_for = WaitsFor.RANKS if look.in_collective else WaitsFor.NOTHING

@@ -144,7 +144,15 @@ class LivenessMachine:
     def safe(self, worker: int) -> None:
         """Records that the worker is at its safe point and waits for orders."""
         if worker in self._workers:
-            self._workers[worker].safe, self._workers[worker].ignores_s = True, None
+            self._workers[worker].safe = True
+
+    def answered(self, worker: int, now_s: float) -> None:
+        """Records an answer of the training thread: it makes progress, and the controller knows that from the answer."""
+        if worker in self._workers:
+            watched = self._workers[worker]
+            watched.suspected, watched.ignores_s, watched.changed_s = False, None, now_s
+            if watched.stopped_since_s is not None:
+                watched.stopped_since_s = now_s
 
     def recovering(self, worker: int, now_s: float) -> None:
         """Records that the worker recovers: ``recovery_s`` is the deadline from now on."""
@@ -172,7 +180,7 @@ class LivenessMachine:
         watched.seen = look
         if before is None or (before.tag, before.progress) != (look.tag, look.progress):
             watched.changed_s = now_s
-        if look.progress != watched.ignores_since:
+        if not look.waiting or look.progress != watched.ignores_since:
             watched.ignores_s = None
         if not look.stopped:
             watched.stopped_since_s = None

@@ -355,6 +355,9 @@ class RecoveryMachine:
             return
         if type(message) is self._stage.answer:
             self._stage.awaited.difference_update(numbers)
+        if job.suspicions and not isinstance(message, msg.Holding):  # which the thread of the link says
+            for number in numbers:
+                job.trust(self.roster.workers[number], now_s)  # as its agent does
         match message:
             case msg.SafePointReached():
                 for number in numbers:

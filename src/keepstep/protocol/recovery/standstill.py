@@ -100,8 +100,8 @@ class Standstill:
 
     def idle(self) -> set[int]:
         """Returns the workers that have made no progress for long and wait for nobody: they may hang."""
-        nothing = WaitsFor.NOTHING
-        return {n for node in self._by_node.values() for n, (where, _) in node.items() if where.waits_for is nothing}
+        alone = (WaitsFor.NOTHING, WaitsFor.SIGNAL)
+        return {n for node in self._by_node.values() for n, (where, _) in node.items() if where.waits_for in alone}
 
     def explained(self, detail: str, now_s: float) -> str:
         """Returns ``detail`` with the explanation of where ranks wait, if there is one."""

@@ -92,6 +92,8 @@ def _where(state: RankState) -> str:
     place = _place(standing)
     if standing.waits_for is WaitsFor.CONTROLLER:
         return f"HAS waited for the controllerTIME ({place})"
+    if standing.waits_for is WaitsFor.SIGNAL:
+        return f"HAS been stopped by a signal (SIGSTOP)TIME ({place})"
     if standing.waits_for is WaitsFor.NOTHING:
         return f"HAS computedTIME ({place}, in no collective)"
     if standing.phase is Phase.SYNCED:

@@ -65,6 +65,8 @@ class WaitsFor(enum.StrEnum):
     RANKS = "other ranks"
     """The rank is in a collective, a send or a recv."""
     CONTROLLER = "the controller"
+    SIGNAL = "SIGCONT"
+    """SIGSTOP has stopped the process."""
     NOTHING = "nothing"
     """The rank runs its own code: it computes, reads, or hangs."""
 

@@ -123,6 +123,10 @@ class Collectives:
         """Handles the arrival of the last part at a process."""
         if not self.awaits(key, process):
             return
+        worker = self._world.workers[process]
+        if worker.is_stopped:
+            worker.parts_arrived(key)  # once it goes on
+            return
         collective = self._open[key]
         if collective.was_left and self._world.coin():
             collective.deaf.add(process)
@@ -130,7 +134,7 @@ class Collectives:
         del collective.inside[process]
         self._world.oracle.groups.ended(collective.group, key)
         self._close_if_empty(collective)
-        self._world.workers[process].collective_ended(key, collective.rows)
+        worker.collective_ended(key, collective.rows)
 
     def awaits(self, key: Key, process: int) -> bool:
         """Returns whether a process still waits in an operation and can receive the parts in transit to it."""

@@ -82,6 +82,8 @@ class SimulatedProcess(ABC):
         self.died_s = math.inf
         self.is_stopped = False
         """Whether SIGSTOP has stopped it."""
+        self.suspended_until_s = 0.0
+        """The end of a suspension of all ranks."""
         self.is_stuck = False
         """Whether its training thread hangs. Its listener thread still runs."""
         self.slowness = 1.0
@@ -167,7 +169,9 @@ class SimulatedProcess(ABC):
     # ---- what happens to it -----------------------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """Continues a stopped process. It handles the events that it has missed."""
+        """Continues a stopped process, unless it is suspended. It handles the events that it has missed."""
+        if self.world.schedule.now_s < self.suspended_until_s:
+            return
         self.is_stopped = False
         missed, self.missed = self.missed, []
         for happens, arguments in missed:

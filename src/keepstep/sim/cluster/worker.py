@@ -340,6 +340,7 @@ class SimulatedWorker(SimulatedProcess):
         at = self.machine.steps.parameters_at
         whole = at is not None and not self.machine.partially_updated
         path, error = (f"rescued-{self.machine.rank}.pt", None) if whole else (None, "its copy is not whole")
+        self.world.oracle.silence.is_rescue |= whole
         self._say(msg.StateRescued(self.number, path, error))
         self.die(Cause.EXIT, f"exit code {EXIT_TOO_FEW_RANKS}")
 
@@ -400,6 +401,11 @@ class SimulatedWorker(SimulatedProcess):
         self._activity += 1
         self._progress += 1
         self.is_idle = False
+
+    @held_while_stopped
+    def parts_arrived(self, key: Key) -> None:
+        """Handles the arrival of the last part that this process needs in a collective."""
+        self.world.collectives.arrived(key, self.process)
 
     @held_while_stopped
     def collective_ended(self, key: Key, rows: Rows) -> None:

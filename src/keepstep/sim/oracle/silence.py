@@ -32,6 +32,8 @@ class SilenceWatch:
         """process -> when it fell silent."""
         self._ordered: set[int] = set()
         """Processes that the controller has ordered to be killed."""
+        self.is_rescue = False
+        """Whether a rank has saved its state, because the job cannot go on."""
 
     def begins(self, worker: SimulatedProcess) -> None:
         """Records a process that falls silent."""
@@ -65,7 +67,8 @@ class SilenceWatch:
             return
 
         def counts(other: SimulatedProcess) -> bool:
-            return other is not worker and not self._world.oracle.is_unreachable(other) and not self._is_silent(other)
+            is_there = other is not worker and not self._world.oracle.is_unreachable(other)
+            return is_there and not (other.is_stuck or self._is_silent(other))
 
         if self._has_common_step(counts, lambda _: False):
             raise ViolationError(Check.STUCK, f"{worker} is silent, others hold its state, and the job waits for it")
@@ -84,7 +87,8 @@ class SilenceWatch:
 
     def _is_no_matter(self) -> bool:
         oracle = self._world.oracle
-        return bool(not oracle.has_trained or oracle.finished_ranks or oracle.drain.is_asked or oracle.is_excused)
+        is_over = self.is_rescue or oracle.finished_ranks or oracle.drain.is_asked or oracle.is_excused
+        return bool(not oracle.has_trained or is_over)
 
     def _is_silent(self, worker: SimulatedProcess) -> bool:
         """Returns whether a process is silent, and so long that the controller must know.
