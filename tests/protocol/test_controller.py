@@ -110,6 +110,7 @@ def test_of_nodes_that_are_cut_off_together_none_is_evicted() -> None:
     cluster = ToyCluster().go()
     for name in ("node-0", "node-1", "node-2"):
         cluster.nodes[name].is_cut_off = True
+        cluster.wait(HEARTBEAT_S / 2)
     cluster.wait(10 * LEASE_S)
     assert [entry for entry in cluster.entries() if isinstance(entry.event, LeaseExpired)] == []
     for node in cluster.nodes.values():

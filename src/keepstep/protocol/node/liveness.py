@@ -147,7 +147,7 @@ class LivenessMachine:
             self._workers[worker].safe = True
 
     def answered(self, worker: int, now_s: float) -> None:
-        """Records an answer of the training thread: it makes progress, and the controller knows that from the answer."""
+        """Records an answer of the training thread, by which the controller knows that it makes progress."""
         if worker in self._workers:
             watched = self._workers[worker]
             watched.suspected, watched.ignores_s, watched.changed_s = False, None, now_s
