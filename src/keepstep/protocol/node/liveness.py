@@ -147,10 +147,10 @@ class LivenessMachine:
             self._workers[worker].safe = True
 
     def answered(self, worker: int, now_s: float) -> None:
-        """Records an answer of the training thread, by which the controller knows that it makes progress."""
+        """Records an answer of the training thread: it makes progress, even if the page has not shown it yet."""
         if worker in self._workers:
             watched = self._workers[worker]
-            watched.suspected, watched.ignores_s, watched.changed_s = False, None, now_s
+            watched.ignores_s, watched.changed_s = None, now_s
             if watched.stopped_since_s is not None:
                 watched.stopped_since_s = now_s
 

@@ -105,6 +105,7 @@ class JobState:
         """Ends a suspicion. Others that fell silent with it may be about to go on as well, so they are judged later."""
         if self.suspicions.pop(worker.worker, None) is not None:
             for each in self.suspicions.values():
+                each.told_s = now_s
                 each.due_s = max(each.due_s, now_s + self.settings.deadlines.together_s)
 
     def assign(self, worker: Worker, reason: str) -> None:

@@ -241,6 +241,8 @@ class RecoveryMachine:
         for number, suspicion in job.suspicions.items():
             report, worker = suspicion.report, job.roster.workers[number]
             suspicion.due_s = suspicion.next_s(deadlines, now_s)
+            if worker.node in silent_nodes:  # its agent may have lifted the suspicion
+                continue
             left_behind = (*snapshots, *report.snapshots)
             silence = Silence([*(each for each, _ in given_up), worker], silent, left_behind, None, silent_nodes)
             left = self._stage.left_without(silence)
@@ -355,9 +357,6 @@ class RecoveryMachine:
             return
         if type(message) is self._stage.answer:
             self._stage.awaited.difference_update(numbers)
-        if job.suspicions and not isinstance(message, msg.Holding):  # which the thread of the link says
-            for number in numbers:
-                job.trust(self.roster.workers[number], now_s)  # as its agent does
         match message:
             case msg.SafePointReached():
                 for number in numbers:

@@ -53,7 +53,7 @@ class Suspicion:
 
     report: WorkerSuspected
     told_s: float
-    """When the controller heard of it."""
+    """When the controller last heard of it, or of the end of another one."""
     due_s: float
     """When it is to be judged next. Not at once: ranks that fell silent together must be judged together."""
 
@@ -125,7 +125,11 @@ def left_in_recovery(job: JobState, silence: Silence, words: Mapping[int, Report
             # A step that a rank can load may be that of a checkpoint, which does not count for the shards in question.
             reaches[where].add(frozenset(word[0]) | (frozenset() if where in doubted else frozenset(word[2])))
     for rank, listed in readable(job.roster, job.snapshots, job.membership, job.snapshots.ranks).items():
-        reaches[shard(rank)] |= {each.steps for each in listed if each.node not in silence.silent_nodes}
+        for each in listed:
+            if each.node in silence.silent_nodes:
+                may_hold.add(shard(rank))
+            else:
+                reaches[shard(rank)].add(each.steps)
     for rank, steps in silence.snapshots:
         reaches[shard(rank)].add(frozenset(steps))
     if resume.resume_step(reaches) is not None:
