@@ -184,10 +184,12 @@ def test_a_rank_that_waits_for_the_controller_is_not_at_fault(phase: Phase) -> N
     node = Node(num_ranks=1)
     node.look(0, phase, waiting=True)
     assert beside_stalls(node.judge_after(10 * LONG_S)) == []
-    for progress, order in enumerate((node.machine.stopping, node.machine.recovering), start=1):
-        order((0,) if order == node.machine.stopping else 0, node.now_s)  # type: ignore[arg-type]
-        node.look(0, phase, progress=progress, waiting=True)
-        assert beside_stalls(node.judge_after(10 * LONG_S)) == []
+    node.machine.stopping((0,), node.now_s)
+    node.look(0, phase, progress=1, waiting=True)
+    assert beside_stalls(node.judge_after(10 * LONG_S)) == []
+    node.machine.recovering(0, node.now_s)
+    node.look(0, phase, progress=2, waiting=True)
+    assert beside_stalls(node.judge_after(10 * LONG_S)) == []
 
 
 def test_a_rank_that_ignores_the_order_that_it_waits_for_hangs() -> None:
