@@ -96,7 +96,7 @@ FACTS: list[tuple[Path, str]] = [
     (PROTOCOL, f"first phase of that kind in this job); {DEADLINES.long_s:,.0f} s before the job has had one"),
     (PROTOCOL, f"| {DEADLINES.recovery_s:g} s; each bucket of a transfer counts as a move"),
     (PROTOCOL, f"(SIGSTOP) | {DEADLINES.hang_after_s:g} s from when it was seen"),
-    (PROTOCOL, f"It judges a suspicion {DEADLINES.together_s:g} s after it came"),
+    (PROTOCOL, f"The controller judges a suspicion {DEADLINES.together_s:g} s after it came"),
     (PROTOCOL, f"the node has {DEADLINES.isolated_s:g} s, and if nothing is left, {DEADLINES.long_s:,.0f} s"),
     (PROTOCOL, f"{declared.MAX_RANK_BYTES >> 10} KiB for each rank, {mib(declared.MAX_TABLE_BYTES)} in all"),
     (ARCHITECTURE, f"unknown fields and frames above {mib(codec.MAX_MESSAGE_BYTES)} are refused"),
