@@ -94,7 +94,10 @@ def test_where_no_run_is(tmp_path: Path, arguments: list[str]) -> None:
 
 
 def test_a_recovery_step_by_step(recorded: Recorded, tmp_path: Path) -> None:
-    """While the journal grows: first a rank is lost, then all are at something, and then they train again."""
+    """While the journal grows: first a rank is lost, then all are at something, and then they train again.
+
+    A survivor whose connection broke may have told so before the loss was known: then the rank is still to stop.
+    """
     seen: list[str] = []
     with growing(recorded.folder, tmp_path / "copy") as copy:
         while copy.lines:
@@ -106,7 +109,7 @@ def test_a_recovery_step_by_step(recorded: Recorded, tmp_path: Path) -> None:
                 seen.append(row.split()[1])
                 (lane,) = [line for line in lines if line.split()[:2] == ["rank", "1"]]
                 assert ("×" if seen[-1] == "lost" else "█") in lane
-    assert seen[0] == "lost"
+    assert set(seen[: seen.index("lost")]) <= {"stop"}
     assert {"reset", "restore"} <= set(seen)
     assert any("last recovery" in line for line in frame(Run(recorded.folder)))
 

@@ -397,10 +397,10 @@ class ControllerMachine:
         hears_none = not any(connection.is_heard(lease_s, now_s) for connection in connections)
         is_isolated = hears_none and now_s < last_heard_s + self.job.settings.deadlines.isolated_s
         is_undecided = False
+        doubted = {*silent, *self._not_heard_since(now_s - lease_s * RECENT_SHARE)} if silent else set()
         for node in [] if is_isolated else silent:
             connection = self.connections[node]
             why = f"no heartbeat for {connection.patience_s(lease_s):g} s"
-            doubted = {*silent, *self._not_heard_since(now_s - lease_s * RECENT_SHARE)}
             left = self.job.left_without_node(node, doubted)
             if left is not Left.MEMORY and len(doubted) > len(silent):
                 is_undecided = True  # each of these is heard soon, or its lease expires
