@@ -201,6 +201,14 @@ def test_leases_are_looked_at_often_and_when_one_runs_out() -> None:
     assert given_up_s(controller, heard="node-0") == pytest.approx(100.1 + LEASE_S)
 
 
+@pytest.mark.parametrize("silent", ["node-0", "node-1"])
+def test_the_lease_of_the_node_that_joins_first_is_as_long_as_the_others(silent: str) -> None:
+    """Before it there was nothing to look at, which is no pause of the controller."""
+    controller = watching("node-0", "node-1")
+    other = "node-1" if silent == "node-0" else "node-0"
+    assert given_up_s(controller, heard=other) == pytest.approx(100.0 + LEASE_S)
+
+
 @pytest.mark.parametrize("wakes_with_a_look", [True, False])
 def test_the_time_in_which_the_controller_was_held_up_counts_as_no_nodes_silence(wakes_with_a_look: bool) -> None:
     """One node was silent for 2 s before it: with the 2 s in which none could be heard that is no lease of 3 s."""

@@ -265,18 +265,27 @@ def test_a_live_rank_goes_back_to_what_another_keeps_of_it() -> None:
     roster, register, membership = two_nodes({0: (3,), 1: (3,)})
     for rank in (0, 1):
         roster.add("b", rank).safe = safe(5, Phase.BACKWARD, (5,))
-    worker_of(roster, 2).safe = safe(5, Phase.BACKWARD, (5,), (3, 5))
-    keeper = worker_of(roster, 3)
-    register.left(keeper, ((3, (3,)), (1, (3,))))
-    roster.mark_lost(keeper, gone=True)
+    worker_of(roster, 2).safe = safe(5, Phase.OPTIMIZER, (), (3,))
+    worker_of(roster, 3).safe = safe(5, Phase.BACKWARD, (5,), (3,))
     assert reachable_step(roster, register, membership, GENERATION) == 3
-    roster.add("b", 3).inherits = frozenset({3})
     decision = decide(roster, register, membership, 3, GENERATION)
     assert {rank: action for rank, action in decision.actions.items() if action is Action.RESTORE} == {
         0: Action.RESTORE,
         1: Action.RESTORE,
     }
     assert sorted(transfer.receivers for transfer, _kept in decision.copies) == [(0,), (1,)]
+
+
+def test_what_a_dead_process_left_of_a_live_rank_is_as_that_rank_has_found_it() -> None:
+    """Its checksum was wrong: the rank has discarded it, and can load a checkpoint."""
+    roster, register, membership = two_nodes({})
+    lost = worker_of(roster, 2)
+    register.left(lost, ((2, (5,)),))
+    roster.mark_lost(lost, gone=True)
+    for rank, node in ((0, "b"), (1, "b"), (2, "b")):
+        roster.add(node, rank).safe = safe(5, Phase.BACKWARD, (5,) if rank < 2 else (), (3,))
+    worker_of(roster, 3).safe = safe(5, Phase.BACKWARD, (5,), (3,))
+    assert reachable_step(roster, register, membership, GENERATION) == 3
 
 
 def test_what_no_rank_could_send_to_a_live_one_is_not_reached() -> None:
@@ -353,11 +362,11 @@ def test_a_copy_that_no_process_can_come_to_does_not_count() -> None:
         roster.mark_lost(keeper, gone=True)
     roster.add_node(NodeJoined("c", 4, "c", 0, 0, ()))
     assert reachable_step(roster, register, membership, GENERATION) == 4
-    assert out_of_reach(roster, register, membership) is None
+    assert out_of_reach(roster, register, membership, GENERATION) is None
     roster.close_devices("b", range(4), "sick")
     assert reachable_step(roster, register, membership, GENERATION) is None
     assert tied_ranks(roster, register, membership, 4, GENERATION) == {}
-    assert out_of_reach(roster, register, membership) == (
+    assert out_of_reach(roster, register, membership, GENERATION) == (
         "the snapshots of ranks [0, 1, 2, 3] are in memory of b, where no rank is and none has room"
     )
 

@@ -868,9 +868,9 @@ def second_copies_are_not_told(patch: pytest.MonkeyPatch) -> None:
 
 def snapshots_that_no_process_can_read_count(patch: pytest.MonkeyPatch) -> None:
     def readable(
-        roster: Roster, snapshots: SnapshotRegister, membership: Membership, ranks: Iterable[int]
+        roster: Roster, snapshots: SnapshotRegister, membership: Membership, generation: int
     ) -> dict[int, list[Any]]:
-        return {rank: list(kept) for rank in ranks if (kept := snapshots.all_of(rank))}
+        return {rank: list(snapshots.all_of(rank)) for rank in snapshots.ranks}
 
     patch.setattr(decision, "readable", readable)
 

@@ -388,7 +388,8 @@ class ControllerMachine:
         if self._lease_s is not None and gap_s > self._lease_s * 2 * LEASE_CHECK_SHARE:
             self._hears_from_s = now_s + LATE_S
             for connection in self.connections.values():
-                connection.silent_since_s = max(connection.heard_s, connection.silent_since_s) + gap_s
+                since_s = max(connection.heard_s, connection.silent_since_s)
+                connection.silent_since_s = min(now_s, since_s + gap_s)  # a node may just have joined
 
     def _check_leases(self, lease_s: float, now_s: float) -> None:
         silent = [node for node, connection in self.connections.items() if now_s >= connection.end_s(lease_s)]

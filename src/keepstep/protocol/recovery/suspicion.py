@@ -124,7 +124,7 @@ def left_in_recovery(job: JobState, silence: Silence, words: Mapping[int, Report
         elif (word := words[worker.worker]) is not None:
             # A step that a rank can load may be that of a checkpoint, which does not count for the shards in question.
             reaches[where].add(frozenset(word[0]) | (frozenset() if where in doubted else frozenset(word[2])))
-    for rank, listed in readable(job.roster, job.snapshots, job.membership, job.snapshots.ranks).items():
+    for rank, listed in readable(job.roster, job.snapshots, job.membership, job.generation).items():
         for each in listed:
             if each.node in silence.silent_nodes:
                 may_hold.add(shard(rank))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from keepstep.errors import InternalError
 from keepstep.protocol import resume
@@ -74,7 +74,7 @@ def reachable_step(
     live = {shard: [frozenset(word[0]) for word in said if word and word[0]] for shard, said in shards.items()}
     live_step = resume.resume_step(live)
     if live_step is None:
-        for rank, listed in readable(roster, snapshots, membership, snapshots.ranks).items():
+        for rank, listed in readable(roster, snapshots, membership, generation).items():
             reaches[membership.shard(rank)] |= {kept.steps for kept in listed}
     greatest = resume.resume_step(reaches)
     if greatest is None or greatest != live_step:
@@ -86,14 +86,16 @@ def reachable_step(
 
 
 def readable(
-    roster: Roster, snapshots: SnapshotRegister, membership: Membership, ranks: Iterable[int]
+    roster: Roster, snapshots: SnapshotRegister, membership: Membership, generation: int
 ) -> dict[int, list[KeptSnapshots]]:
-    """Returns the kept snapshots of each of these ranks that a process can read.
+    """Returns the kept snapshots of each rank that a process can read.
 
     Only processes on a node can read its memory. A snapshot of a lost rank counts if a rank is on its node, or can be
-    placed there, and that of a live rank if a rank of another shard is there, which can send it.
+    placed there, and that of a live rank if a rank of another shard is there, which can send it. What a dead process
+    has left of a live rank counts only while that rank reaches no step: it was to restore, and was interrupted. A rank
+    that has read it says itself whether it is whole.
     """
-    known = {rank: kept for rank in ranks if (kept := snapshots.all_of(rank))}
+    known = {rank: snapshots.all_of(rank) for rank in snapshots.ranks}
     if not known:
         return {}
     numbers = membership.shard_numbers
@@ -101,21 +103,24 @@ def readable(
     for worker in roster.holders():
         on_node[worker.node].add(numbers[worker.rank or 0])
     missing = set(roster.missing_ranks())
+    empty = {each.rank for each in roster.holders() if not _reaches(last_word(each, generation))}
 
     def is_read(kept: KeptSnapshots) -> bool:
         if kept.rank in missing:
             return kept.node in on_node or roster.takes_in(kept.node) > 0
-        return not on_node.get(kept.node, set()) <= {numbers[kept.rank]}
+        return (kept.is_live or kept.rank in empty) and not on_node.get(kept.node, set()) <= {numbers[kept.rank]}
 
     return {rank: [kept for kept in listed if is_read(kept)] for rank, listed in known.items()}
 
 
-def out_of_reach(roster: Roster, snapshots: SnapshotRegister, membership: Membership | None) -> str | None:
+def out_of_reach(
+    roster: Roster, snapshots: SnapshotRegister, membership: Membership | None, generation: int
+) -> str | None:
     """Returns a text that names snapshots of lost ranks that exist but cannot be read; None if there are none."""
     if membership is None:
         return None
-    read = readable(roster, snapshots, membership, roster.missing_ranks())
-    lost = [kept for rank in read for kept in snapshots.all_of(rank) if kept.steps and kept not in read[rank]]
+    read, missing = readable(roster, snapshots, membership, generation), roster.missing_ranks()
+    lost = [kept for rank in missing for kept in snapshots.all_of(rank) if kept.steps and kept not in read[rank]]
     if not lost:
         return None
     ranks, nodes = sorted({kept.rank for kept in lost}), sorted({kept.node for kept in lost})
@@ -131,7 +136,8 @@ def tied_ranks(
     it. If only second copies are left, or the snapshot's node has no device for the replacement, another rank on that
     node can send the snapshot. Only if no rank will be on that node, the replacement must be placed there.
     """
-    listed = readable(roster, snapshots, membership, roster.missing_ranks()).items()
+    read, missing = readable(roster, snapshots, membership, generation), roster.missing_ranks()
+    listed = ((rank, read.get(rank, ())) for rank in missing)
     found = {rank: there for rank, kept in listed if (there := [each for each in kept if step in each.steps])}
     if not found:
         return {}

@@ -147,7 +147,7 @@ class Stopping(RecoveryStage):
 
     def _no_step_is_reached(self, now_s: float) -> Next:
         job = self.job
-        unread = out_of_reach(job.roster, job.snapshots, job.membership)
+        unread = out_of_reach(job.roster, job.snapshots, job.membership, job.generation)
         if job.progress.trained_to > 0 and not job.writes_checkpoints:
             detail = job.record.detail if unread is None else f"{job.record.detail}; {unread}"
             return ToEnded(verdicts.nothing_to_recover(job.generation, detail))
