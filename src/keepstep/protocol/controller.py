@@ -189,16 +189,21 @@ class _NodeConnection:
     is_silent: bool = False
     """Whether the node was silent since the controller restarted. Then it is unknown which orders it has received."""
     silent_since_s: float = 0.0
-    """From when the lease counts, if that is later: the node's relay had ended, so the node could not send anything, or
-    the controller itself was paused, and could not hear it."""
+    """From when its silence counts, if that is later: the node's relay had ended, so the node could not send anything,
+    or the controller itself was paused, and could not hear it."""
 
     def patience_s(self, lease_s: float) -> float:
         """Returns how long the node may be silent."""
         return lease_s * (REJOIN_FACTOR if self.is_silent else 1.0)
 
+    @property
+    def lease_from_s(self) -> float:
+        """From when the lease counts."""
+        return max(self.heard_s, self.silent_since_s)
+
     def end_s(self, lease_s: float) -> float:
         """Returns when the lease expires."""
-        return max(self.heard_s, self.silent_since_s) + self.patience_s(lease_s)
+        return self.lease_from_s + self.patience_s(lease_s)
 
     def is_heard(self, lease_s: float, now_s: float) -> bool:
         """Whether the controller has heard the node within one lease, so that its own network works."""
@@ -257,6 +262,7 @@ class ControllerMachine:
                 run. The machine ignores the whole packet.
         """
         _check(packet)
+        self._discount_own_pause(now_s)  # before a lease begins
         incarnation, why = self._given_up.get(packet.node, (-1, ""))
         connection = self.connections.get(packet.node)
         if connection is not None and packet.incarnation < connection.channel.incarnation:
@@ -283,7 +289,6 @@ class ControllerMachine:
                 self._answers.append(msg.Packet(packet.node, packet.incarnation, 0, 0, (), misses=True))
                 return
             connection = self._open(packet.node, packet.incarnation, now_s)
-        self._discount_own_pause(now_s)
         connection.heard_s, connection.is_silent = now_s, False
         self._touched[packet.node] = None
         reports = connection.channel.receive(packet, now_s)
@@ -388,8 +393,7 @@ class ControllerMachine:
         if self._lease_s is not None and gap_s > self._lease_s * 2 * LEASE_CHECK_SHARE:
             self._hears_from_s = now_s + LATE_S
             for connection in self.connections.values():
-                since_s = max(connection.heard_s, connection.silent_since_s)
-                connection.silent_since_s = min(now_s, since_s + gap_s)  # a node may just have joined
+                connection.silent_since_s = connection.lease_from_s + gap_s
 
     def _check_leases(self, lease_s: float, now_s: float) -> None:
         silent = [node for node, connection in self.connections.items() if now_s >= connection.end_s(lease_s)]
@@ -409,7 +413,7 @@ class ControllerMachine:
                 is_undecided = True
                 if self.job.stage is Stage.TRAINING:
                     self._happened(NodeSilent(node, why), now_s)
-            elif now_s >= max(connection.heard_s, connection.silent_since_s) + self._patience_without_s[left]:
+            elif now_s >= connection.lease_from_s + self._patience_without_s[left]:
                 self._happened(LeaseExpired(node, why, connection.heard_s), now_s)
         self._schedule_lease_check(lease_s, now_s)
         if is_undecided:

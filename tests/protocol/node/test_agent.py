@@ -359,6 +359,16 @@ def test_a_stopped_process_is_suspected_with_the_snapshots_in_its_memory_until_i
     assert node.order(msg.FenceWorker(0, report.detail)) == [Kill(0)]
 
 
+def test_an_answer_lifts_the_suspicion_before_it_is_sent_itself() -> None:
+    """The controller must not give a rank up whose answer is under way."""
+    node = Node(ranks=1)
+    look(node, 0, IN_A_STEP, stopped=True)
+    node.wait(DEADLINES.hang_after_s + 0.01)
+    answered(node)
+    node.order(msg.Stop(2, "rank 1 lost", None))
+    assert of_liveness(node.said(0, safe(0)))[:1] == [msg.SuspicionLifted(0)]
+
+
 def test_a_worker_at_its_safe_point_is_not_judged_by_its_phase() -> None:
     node = Node(ranks=1)
     look(node, 0, IN_A_STEP)

@@ -63,10 +63,10 @@ class _Watched:
     stopping: bool = False
     safe: bool = False
     suspected: bool = False
-    ignores_s: float | None = None
-    """How long it may ignore the last order, if it has waited for an order until then; None: it has not."""
-    ignores_since: int = -1
-    """The progress that its page showed then. The count changes as soon as it obeys."""
+    obey_within_s: float | None = None
+    """Deadline for the order that it has waited for; None: it has obeyed, or has not waited for one."""
+    progress_at_order: int = -1
+    """The progress that its page showed when the order came. The count changes as soon as the worker obeys."""
     builds: bool = False
     """Whether the worker is a spare whose script waits for the rank before its first step. Then the deadline of the
     start-up holds, not that of a recovery."""
@@ -78,14 +78,14 @@ class _Watched:
     def is_excused(self) -> bool:
         """Whether it waits for others. A broken collective is no excuse, nor is a wait for an order that has come."""
         look = self.seen
-        if look is None or (look.waiting and self.ignores_s is not None):
+        if look is None or (look.waiting and self.obey_within_s is not None):
             return False
         return look.waiting or (look.in_collective and not self.stopping)
 
     def ordered(self, within_s: float) -> None:
         """Records an order. If it waits for one, it has to obey within this time."""
-        if self.seen is not None and self.seen.waiting and self.ignores_s is None:
-            self.ignores_s, self.ignores_since = within_s, self.seen.progress
+        if self.seen is not None and self.seen.waiting and self.obey_within_s is None:
+            self.obey_within_s, self.progress_at_order = within_s, self.seen.progress
 
 
 class LivenessMachine:
@@ -150,7 +150,7 @@ class LivenessMachine:
         """Records an answer of the training thread: it makes progress, even if the page has not shown it yet."""
         if worker in self._workers:
             watched = self._workers[worker]
-            watched.ignores_s, watched.changed_s = None, now_s
+            watched.obey_within_s, watched.changed_s = None, now_s
             if watched.stopped_since_s is not None:
                 watched.stopped_since_s = now_s
 
@@ -180,8 +180,8 @@ class LivenessMachine:
         watched.seen = look
         if before is None or (before.tag, before.progress) != (look.tag, look.progress):
             watched.changed_s = now_s
-        if not look.waiting or look.progress != watched.ignores_since:
-            watched.ignores_s = None
+        if not look.waiting or look.progress != watched.progress_at_order:
+            watched.obey_within_s = None
         if not look.stopped:
             watched.stopped_since_s = None
         elif watched.stopped_since_s is None:
@@ -211,8 +211,8 @@ class LivenessMachine:
         phase = watched.seen.tag.phase if watched.seen else Phase.STARTING
         if phase is Phase.STARTING and not self.is_initialised:
             return math.inf
-        if watched.ignores_s is not None:
-            return watched.ignores_s
+        if watched.obey_within_s is not None:
+            return watched.obey_within_s
         if watched.stopping and watched.safe and not watched.builds:
             return deadlines.recovery_s
         if phase not in MEASURED:

@@ -99,7 +99,7 @@ class Standstill:
             self.num_told += 1
 
     def idle(self) -> set[int]:
-        """Returns the workers that have made no progress for long and wait for nobody: they may hang."""
+        """Returns the workers that may hang: they have made no progress for long, and wait for no other process."""
         alone = (WaitsFor.NOTHING, WaitsFor.SIGNAL)
         return {n for node in self._by_node.values() for n, (where, _) in node.items() if where.waits_for in alone}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from keepstep.protocol.controller import RECENT_SHARE
+from keepstep.protocol.deadlines import LEASE_S
 from keepstep.protocol.phases import Phase
 from keepstep.sim.cluster.values import INCOMPLETE
 from keepstep.sim.oracle.checks import Check, ViolationError
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
 FAULTS = frozenset({"stop", "deadlock", "slow", "suspend"})
 """Faults that leave a process alive, with its copy of the state."""
 ROUNDING_S = 1e-6
-NEWS_S = 1.5
-"""The controller need not know of a death so recent: half a lease (`controller.RECENT_SHARE`)."""
+NEWS_S = RECENT_SHARE * LEASE_S
+"""The controller need not know of a death so recent."""
 BEFORE_S = 5.0
 """A process may have made no progress for so long before a fault silenced it: a phase, or a wait for others."""
 
@@ -63,7 +65,7 @@ class SilenceWatch:
 
     def put_down(self, worker: SimulatedProcess) -> None:
         """Checks a process that an operator kills after a long silence: the job must not have waited for it in vain."""
-        if self._is_no_matter() or not self._reach(worker):
+        if self._is_unchecked() or not self._reach(worker):
             return
 
         def counts(other: SimulatedProcess) -> bool:
@@ -85,7 +87,8 @@ class SilenceWatch:
             f"{node}, silent for {silent_s:.2f} s, is evicted",
         )
 
-    def _is_no_matter(self) -> bool:
+    def _is_unchecked(self) -> bool:
+        """Returns whether the job may lose state now, because it has none yet, or ends."""
         oracle = self._world.oracle
         is_over = self.is_rescue or oracle.finished_ranks or oracle.drain.is_asked or oracle.is_excused
         return bool(not oracle.has_trained or is_over)
@@ -93,7 +96,7 @@ class SilenceWatch:
     def _is_silent(self, worker: SimulatedProcess) -> bool:
         """Returns whether a process is silent, and so long that the controller must know.
 
-        Nobody can know of a process that hangs in a wait for others.
+        The controller cannot know of a process that hangs in a wait for others.
         """
         deadlines, now_s = self._world.layout.settings.deadlines, self._world.schedule.now_s
         known_s = now_s - deadlines.hang_after_s - deadlines.together_s - 1.0
@@ -144,7 +147,7 @@ class SilenceWatch:
         """
         oracle, now_s = self._world.oracle, self._world.schedule.now_s
         died_s = (each.died_s for each in self._world.workers.values() if each.machine.rank is not None)
-        if self._is_no_matter() or any(now_s - NEWS_S < at_s <= now_s for at_s in died_s):
+        if self._is_unchecked() or any(now_s - NEWS_S < at_s <= now_s for at_s in died_s):
             return
 
         def is_there(worker: SimulatedProcess) -> bool:

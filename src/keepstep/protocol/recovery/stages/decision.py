@@ -103,12 +103,12 @@ def readable(
     for worker in roster.holders():
         on_node[worker.node].add(numbers[worker.rank or 0])
     missing = set(roster.missing_ranks())
-    empty = {each.rank for each in roster.holders() if not _reaches(last_word(each, generation))}
 
     def is_read(kept: KeptSnapshots) -> bool:
         if kept.rank in missing:
             return kept.node in on_node or roster.takes_in(kept.node) > 0
-        return (kept.is_live or kept.rank in empty) and not on_node.get(kept.node, set()) <= {numbers[kept.rank]}
+        counts = kept.is_live or not _reaches(last_word(roster.holder(kept.rank), generation))
+        return counts and not on_node.get(kept.node, set()) <= {numbers[kept.rank]}
 
     return {rank: [kept for kept in listed if is_read(kept)] for rank, listed in known.items()}
 
