@@ -156,6 +156,23 @@ def test_a_fence_that_comes_before_the_process_is_there_still_kills_it() -> None
     assert node.agent.take() == [Kill(0)]
 
 
+def test_a_process_that_dies_before_its_id_is_known_is_killed_with_its_group() -> None:
+    node = Node()
+    node.order(msg.StartWorker(0, 0, 0, 0, 3, "the job starts"))
+    assert node.agent.training_thread_died(0, IN_A_STEP, node.now_s)
+    assert node.agent.take() == [Kill(0)]
+    node.agent.spawned(0, 4000)
+    assert node.agent.take() == [Kill(0)]
+
+
+def test_a_script_gets_sigterm_even_if_the_order_comes_before_its_process_is_there() -> None:
+    node = Node(ranks=1)
+    node.order(msg.StartWorker(1, 1, 1, 1, 3, "the job starts"))
+    assert Signal((0, 1)) in node.order(msg.Terminate("ended by SIGTERM"))
+    node.agent.spawned(1, 4001)
+    assert node.agent.take() == [Signal((1,))]
+
+
 # ---- How processes end ----------------------------------------------------------------------------------------------
 
 

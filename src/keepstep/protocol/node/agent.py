@@ -333,13 +333,15 @@ class AgentMachine:
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def spawned(self, number: int, pid: int) -> None:
-        """Records that a worker's process has started."""
+        """Records that a worker's process has started, and repeats a signal that came too early to reach it."""
         process = self._processes.get(number)
         if process is None:
             return
         self._say(msg.WorkerStarted(number, pid))
-        if process.fenced or self._evicted:
+        if process.fenced or process.told_lost or self._evicted:
             self._effects.append(Kill(number))
+        elif self._is_terminating:
+            self._effects.append(Signal((number,)))
 
     def exited(
         self, number: int, cause: Cause, detail: str, tag: Tag, at_s: float, snapshots: msg.SnapshotsByRank = ()
