@@ -157,7 +157,8 @@ def under_python(root: Path, command: tuple[str, ...], environment: dict[str, st
 
 
 def told(stdout: str, stderr: str, status: int) -> list[Any]:
-    return [*map(json.loads, stdout.splitlines()), re.sub("0x[0-9a-f]+", "0x...", stderr), status]
+    """Each line of stdout, stderr without addresses, descriptors and marks as long as these, and the exit code."""
+    return [*map(json.loads, stdout.splitlines()), re.sub(r"0x[0-9a-f]+|=\d+|[~^]+", "...", stderr), status]
 
 
 def test_the_script_sees_what_python_shows_it(crew: Crew, project: Path) -> None:
