@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import secrets
+import signal
 import sys
 import tomllib
 from collections import Counter
@@ -21,6 +22,11 @@ FROZEN: set[Path] = set()
 """Files of tests before which that was done."""
 LISTED_S = 1.0
 """Of a record of durations: a test that takes less is not listed by itself."""
+
+# A shell's "&" in a script ignores SIGINT and SIGQUIT, and nohup SIGHUP. The programs under test would inherit that.
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 # No deadline: time is measured in benchmarks/, never asserted in a test.
 hypothesis.settings.register_profile("keepstep", deadline=None)
