@@ -23,10 +23,8 @@ FROZEN: set[Path] = set()
 LISTED_S = 1.0
 """Of a record of durations: a test that takes less is not listed by itself."""
 
-# A shell's "&" in a script ignores SIGINT and SIGQUIT, and nohup SIGHUP. The programs under test would inherit that.
-for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
-    if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # after a script's "&"; the programs under test would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: time is measured in benchmarks/, never asserted in a test.
 hypothesis.settings.register_profile("keepstep", deadline=None)
