@@ -157,6 +157,7 @@ class Checkpoints:
             generation: the current generation.
             share: the part that this rank writes. If several ranks write, they must have agreed that none is busy.
         """
+        self._is_ending = False
         if self.is_due(step) and not self.is_busy():
             self._begin(step, generation, share)
         self._finish(wait=False)
