@@ -35,7 +35,7 @@ for step in session.steps(arguments.steps):
             books.best, books.best_at = loss, step.index
     with step:
         if session.generation == 1 and step.index == arguments.kill_all_at:
-            session._recovery.after_last_step()  # waits for the checkpoint that is being written
+            session._recovery.flush()  # waits for the checkpoint that is being written
             torch.distributed.barrier()  # all are in this step; if one dies early the barrier echoes, and the next dies
             os.kill(os.getpid(), signal.SIGKILL)
         data = torch.randn(4, 8, generator=torch.Generator().manual_seed(step.index * 100 + session.rank))

@@ -122,7 +122,7 @@ for step in session.steps(100_000 if arguments.forever else arguments.steps):
         assert session._recovery is not None
         if step.index == arguments.kill_at and session.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        session._recovery.after_last_step()  # waits for this rank's part of the checkpoint that is being written
+        session._recovery.flush()  # waits for this rank's part of the checkpoint that is being written
         tokens = torch.randint(VOCABULARY, (4, CONTEXT + 1))
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         for optimizer in optimizers.values():

@@ -33,7 +33,7 @@ for step in session.steps(arguments.steps):
     first = step.index if first is None else first
     with step:
         if session.generation == 1 and step.index == arguments.kill_all_at:
-            session._recovery.after_last_step()  # waits for the checkpoint that is being written
+            session._recovery.flush()  # waits for the checkpoint that is being written
             torch.distributed.barrier()  # all are in this step; if one dies early the barrier echoes, and the next dies
             os.kill(os.getpid(), signal.SIGKILL)
         if session.rank == 0 and step.index == arguments.kill_at:

@@ -267,16 +267,21 @@ class Recovery:
             self._publication.after_step(machine.steps.step + 1, self._coordination.interrupted)
 
     def after_last_step(self) -> None:
-        """Writes the checkpoint of the last step, if one is due, and waits for all that is being written.
+        """Writes the checkpoint of the last step, if one is due, and waits for all that is in progress.
 
-        At its barrier some rank may still have been writing an earlier one; a job that ends must not leave it out.
+        At the barrier of that step a rank may still have been writing an earlier checkpoint.
         """
         checkpoints, machine = self._checkpoints, self._machine
-        if checkpoints is not None:
-            step = machine.steps.parameters_at
-            if step is not None and checkpoints.is_due(step) and self._saves and not machine.partially_updated:
-                checkpoints.write_now(step, machine.generation, self._share)
-            checkpoints.flush()
+        step = machine.steps.parameters_at
+        may_write = self._saves and not machine.partially_updated
+        if checkpoints is not None and may_write and step is not None and checkpoints.is_due(step):
+            checkpoints.write_now(step, machine.generation, self._share)
+        self.flush()
+
+    def flush(self) -> None:
+        """Waits for the checkpoint, the snapshot and the publication that are in progress."""
+        if self._checkpoints is not None:
+            self._checkpoints.flush()
         if self._snapshots is not None:
             self._snapshots.flush()
         if self._publication is not None:
