@@ -1,4 +1,5 @@
-"""Each rank holds a part of its own, and rank 1 writes its part of the first checkpoint until the last step has ended.
+"""Each rank holds a part of its own, and rank 1 is slow to write its part of the first checkpoint, and of the last but
+one: until the last step has ended.
 
 Usage: keepstep run --nproc-per-node 2 tests/scripts/slow_disk.py FOLDER
 """
@@ -13,7 +14,7 @@ import torch
 import keepstep
 from keepstep.worker.state import checkpoint
 
-NUM_STEPS = 8
+NUM_STEPS, WRITTEN_IN = 8, 5
 folder = Path(sys.argv[1])
 session = keepstep.init(seed=3)
 model = torch.nn.Linear(4, 2)
@@ -41,6 +42,11 @@ seen = set()
 for step in session.steps(NUM_STEPS):
     with step:
         seen |= {path.name for path in folder.glob("draft_*")}
+        if WRITTEN_IN <= step.index < NUM_STEPS - 1:
+            is_fast.set()
+            session._recovery.flush()  # type: ignore[union-attr]  # waits for this rank's part
+        if step.index == NUM_STEPS - 2:
+            is_fast.clear()
         model(torch.randn(3, 4)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -132,6 +132,11 @@ def test_only_steps_that_are_due_are_written(tmp_path: Path, seed: int) -> None:
     assert checkpoints.steps() == (4, 8)
 
 
+def test_before_any_training_none_is_due(tmp_path: Path, seed: int) -> None:
+    checkpoints = Checkpoints(Job(seed).state, tmp_path, every=2)
+    assert [step for step in range(7) if checkpoints.is_due(step)] == [2, 4, 6]
+
+
 def test_only_the_two_newest_are_kept(tmp_path: Path, seed: int) -> None:
     job = Job(seed)
     checkpoints = Checkpoints(job.state, tmp_path, every=1)

@@ -143,8 +143,8 @@ class Checkpoints:
         return self._writing is not None
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint of ``step`` is to be written."""
-        return step % self._every == 0
+        """Whether a checkpoint of ``step`` is to be written; never one of step 0, before any training."""
+        return step > 0 and step % self._every == 0
 
     def after_step(self, step: int, generation: int, share: Share = ALONE) -> None:
         """Begins to write this rank's part of a checkpoint, if one is due at ``step`` and none is being written.
