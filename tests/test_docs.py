@@ -396,7 +396,7 @@ def test_simulation_is_all_described() -> None:
         kind
         for kind in (
             *(*simulated_faults.WEIGHTS, *simulated_faults.RELAY_FAULTS),
-            *(*simulated_faults.DEVICE_FAULTS, *simulated_faults.GROUP_FAULTS),
+            *(*simulated_faults.DEVICE_FAULTS, *simulated_faults.GROUP_FAULTS, *simulated_faults.LOAD_FAULTS),
         )
         if f"`{kind}`" not in section(SIMULATION, "Faults")
     ] == []

@@ -30,6 +30,7 @@ from keepstep.protocol.messages import (
     Resume,
     SafePointReached,
     StateRecovered,
+    StateRefused,
     StateRescued,
     StepObserved,
     StepsFinished,
@@ -203,6 +204,12 @@ class SimulatedJob(SimulatedNodes):
         """An uncaught exception ends it."""
         self._queue(worker.number, WorkerFailed(worker.number, error, "Traceback ...", fatal))
         self._lose(worker, Cause.EXIT, "exit code 1")
+
+    def refuse(self, worker: SimulatedWorker, error: str) -> None:
+        """It has loaded the state, and what it then holds is not what was loaded."""
+        worker.failed_in = worker.generation
+        self._queue(worker.number, StateRefused(worker.number, worker.generation, error))
+        worker.stand()
 
     def quit(self, worker: SimulatedWorker) -> None:
         """Its script ends with exit code 0 outside of a step."""

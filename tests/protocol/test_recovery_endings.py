@@ -568,6 +568,33 @@ def test_too_few_restarts_to_restart_all_ranks_ends_with_76() -> None:
     assert ended(job) == (76, "--max-restarts is used up: rank 0 lost: killed by SIGKILL")
 
 
+def test_state_that_is_refused_is_loaded_once_more_and_then_the_job_ends_with_76() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)
+    replacement = job.workers[2]
+    job.withhold(replacement, StateRecovered)
+    job.kill(job.holder(1))
+    for generation in (2, 3):
+        job.settle()
+        assert job.where == (Stage.RECOVERING, generation)
+        job.refuse(replacement, "ema['n'] is not what was restored")
+    job.settle()
+    exit_code, reason = ended(job)
+    assert exit_code == 76
+    assert "the state was loaded 2 times and is not what was loaded: rank 1: ema['n'] is not what was" in reason
+    assert job.handed_to(Rescue) == [(0, 2)]
+
+
+def test_state_that_is_refused_once_does_no_harm() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)
+    job.withhold(job.workers[2], StateRecovered)
+    job.kill(job.holder(1))
+    job.settle()
+    job.refuse(job.workers[2], "ema['n'] is not what was restored")
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 3)
+    job.finish_well()
+
+
 def test_a_step_that_fails_again_and_again_ends_with_76() -> None:
     job = SimulatedJob(world_size=2, num_spares=1, max_recoveries_without_progress=3).bring_all(2, Phase.UPDATED)
     for _ in range(3):

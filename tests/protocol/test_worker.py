@@ -17,6 +17,7 @@ from keepstep.protocol.messages import (
     Resume,
     SafePointReached,
     StateRecovered,
+    StateRefused,
     StepsFinished,
     Stop,
     Transfer,
@@ -475,6 +476,23 @@ def test_a_broken_transfer_tears_the_receiver_and_not_the_source(receives: bool)
     machine.receive(stop(3))
     reach, current = ((), None) if receives else ((6,), 6)
     assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, reach, current, (), False, ()), Wait()]
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_state_that_is_not_what_was_loaded_is_no_copy(has_come: bool) -> None:
+    """It is told, even if the next stop has come."""
+    machine = stopped(Phase.UPDATED, 6)
+    reconnect(machine, Recover(2, 6, (Transfer((0,), (RANK,)),), MEMBERSHIP, (), None))
+    moves(machine)
+    if has_come:
+        machine.receive(stop(3))
+    machine.refused("model.mean is not what was restored")
+    told = moves(machine)
+    assert told[0] == StateRefused(NUMBER, 2, "model.mean is not what was restored")
+    if not has_come:
+        machine.receive(stop(3))
+        told = moves(machine)
+    assert told[-2:] == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (), None, (), False, ()), Wait()]
 
 
 def test_a_torn_rank_that_is_restored_is_whole_again() -> None:

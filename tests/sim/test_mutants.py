@@ -56,7 +56,7 @@ from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.snapshots import SimulatedMemory, SimulatedSnapshots, Snapshot
 from keepstep.sim.cluster.transfers import SimulatedSecondCopies
 from keepstep.sim.cluster.values import INCOMPLETE, LocalValue, Rows
-from keepstep.sim.faults import SimulatedFault
+from keepstep.sim.faults import SHORT_PHASES, SimulatedFault
 from keepstep.sim.oracle import Check
 from keepstep.sim.run import Case, case_of, run
 
@@ -875,6 +875,17 @@ def snapshots_that_no_process_can_read_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decision, "readable", readable)
 
 
+# ---- State that is not what was loaded ------------------------------------------------------------------------------
+
+
+def what_was_refused_counts_as_loaded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerMachine, "refused", lambda self, _error: self.loaded(1, from_checkpoint=False))
+
+
+def the_first_load_that_is_refused_ends_the_job(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stopping, "_TIMES_LOADED", 1)
+
+
 # ---- Devices of parked spares ---------------------------------------------------------------------------------------
 
 
@@ -981,6 +992,8 @@ def no_group_ever_stays(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS: dict[Plant, Check] = {
+    what_was_refused_counts_as_loaded: Check.UPDATES,
+    the_first_load_that_is_refused_ends_the_job: Check.ENDED,
     a_closed_device_is_used_again: Check.DEVICE,
     a_rank_stays_on_a_closed_device: Check.DEVICE,
     a_node_that_joins_again_has_forgotten_what_it_has_closed: Check.DEVICE,
@@ -1293,7 +1306,17 @@ def two_spares_are_parked_where_one_device_is_left(seed: int) -> Case:
     return Case(seed, layout, (*kills, sick))
 
 
+def a_replacement_refuses_what_it_has_loaded(seed: int) -> Case:
+    """Once, or twice in a row, which ends the job."""
+    settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=2, ranks_per_node=3)
+    layout = ClusterLayout((NodeLayout("node-0", 5, "rack"),), ("0",) * 3, settings)
+    kill = SimulatedFault("kill", 3.0 + seed % 10 / 10, phase=SHORT_PHASES[seed % 4], pick=seed)
+    return Case(seed, layout, (SimulatedFault("refused load", 1.0, pick=seed), kill))
+
+
 CASES: dict[Plant, Callable[[int], Case]] = {
+    what_was_refused_counts_as_loaded: a_replacement_refuses_what_it_has_loaded,
+    the_first_load_that_is_refused_ends_the_job: a_replacement_refuses_what_it_has_loaded,
     snapshots_that_no_process_can_read_count: all_snapshots_are_where_no_process_can_come,
     a_parked_spare_takes_a_sick_device: two_spares_are_parked_where_one_device_is_left,
     a_parked_spare_takes_the_device_of_another_rank: two_spares_are_parked_where_one_device_is_left,

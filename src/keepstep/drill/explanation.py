@@ -189,8 +189,8 @@ def _after_fault(where: str, found: Difference, fault: Mapping[str, Any]) -> Exp
         return Explanation(Kind.RESUMED, (where, after, hint, doubt), found, name)
     hint = (
         f"The job resumed at step {resume_step} from the right state, and step {found.step - 1} computed something "
-        "else: it depends on something that protect() was not given (a counter, a best value, an iterator that was "
-        "not recreated), which starts over in a replacement."
+        "else: it depends on something that protect() was not given (a counter, a best value, a random generator of "
+        "the script's own, an iterator that was not recreated), which starts over in a replacement."
     )
     return Explanation(Kind.COMPUTED, (where, after, hint, doubt), found, name)
 

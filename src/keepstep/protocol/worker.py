@@ -441,6 +441,11 @@ class WorkerMachine:
             self._sayings.append(msg.CollectiveFailed(self.worker, self._target, where, error))
         self._fall_back(self._target)
 
+    def refused(self, error: str) -> None:
+        """Records that the state was loaded and does not equal what was loaded. Reports it, whatever has come."""
+        self._sayings.append(msg.StateRefused(self.worker, self._target, error))
+        self._fall_back(self._target)
+
     def _fall_back(self, generation: int) -> None:
         if self._started:
             self._reported = max(self._reported, generation)

@@ -55,6 +55,8 @@ DEVICE_FAULTS = ("sick device",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
 GROUP_FAULTS = ("group error",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
+LOAD_FAULTS = ("refused load",)
+"""Faults in a tenth of the plans, drawn from a separate generator."""
 SUSPENSIONS = ("suspend",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
 OPERATOR_TAKES = 5.0
@@ -116,6 +118,13 @@ def draw_group_error(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tu
     recovery = rng.choice((None, 1))
     at_s = rng.uniform(0.3, 8.0) if recovery is None else rng.choice((0.1, 1.0)) * rng.random()
     return (*plan, SimulatedFault(rng.choice(GROUP_FAULTS), at_s, recovery, None, rng.randrange(64)))
+
+
+def draw_refused_load(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
+    """Returns the plan, in a tenth of the cases with state that is loaded and is then not what was loaded."""
+    if rng.random() >= 0.1:
+        return plan
+    return (*plan, SimulatedFault(rng.choice(LOAD_FAULTS), rng.uniform(0.3, 8.0), None, None, rng.randrange(64)))
 
 
 def draw_suspension(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
@@ -253,6 +262,10 @@ class Injector:
         """Makes a group fail that the script itself has made. All ranks stop; the groups that they need are intact."""
         if victim := self._victim(fault):
             victim.lose_group()
+
+    def _refused_load(self, fault: SimulatedFault) -> None:
+        """Makes the next load of any rank, or the next two of them, give something else than what was loaded."""
+        self._world.num_loads_refused = 1 + fault.pick % 2
 
     def _stale_report(self, fault: SimulatedFault) -> None:
         """Sends a report of an earlier generation."""

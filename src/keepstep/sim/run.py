@@ -14,6 +14,7 @@ from keepstep.sim.faults import (
     SimulatedFault,
     draw_group_error,
     draw_plan,
+    draw_refused_load,
     draw_relays,
     draw_sick_device,
     draw_suspension,
@@ -64,6 +65,7 @@ def case_of(seed: int) -> Case:
     layout = draw_devices(random.Random(f"devices of {seed}"), layout)
     plan = draw_sick_device(random.Random(f"sick device of {seed}"), plan)
     plan = draw_group_error(random.Random(f"group error of {seed}"), plan)
+    plan = draw_refused_load(random.Random(f"refused load of {seed}"), plan)
     plan = draw_suspension(random.Random(f"suspension of {seed}"), plan)
     return Case(seed, dataclasses.replace(layout, num_relays=num_relays), plan)
 

@@ -131,6 +131,8 @@ def _brief(message: msg.AnyMessage) -> str:
             return f"start worker {message.worker} as {role}"
         case msg.CollectiveFailed():
             return f"{message.error} ({message.group}, generation {message.generation})"
+        case msg.StateRefused():
+            return f"{message.error} (generation {message.generation})"
         case msg.Drain():
             return f"the job ends at step {message.step}"
         case msg.Terminate():

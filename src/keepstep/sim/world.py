@@ -57,6 +57,8 @@ class World:
         """Called with a worker after each new tag. A scenario sets it, and a plan whose fault waits for a phase."""
         self.recording: Recording | None = None
         self.num_recoveries = 0
+        self.num_loads_refused = 0
+        """Number of coming loads after which the state is not what was loaded."""
         self.waiting_for_recovery: list[tuple[int, float, Event]] = []
         """(number of a recovery, seconds after its beginning, event)."""
         self._checkpoints: dict[int, dict[str, tuple[History, Rows]]] = {}

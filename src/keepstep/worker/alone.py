@@ -13,6 +13,7 @@ from keepstep.protocol.messages import (
     Membership,
     Recover,
     Resume,
+    StateRefused,
     StepsFinished,
     WeightsObserved,
     WorkerJoined,
@@ -43,7 +44,7 @@ class LinkAlone(Link):
             NothingToRecoverFrom: the one rank cannot load its checkpoint, and no other rank holds the state.
         """
         match report:
-            case CollectiveFailed():
+            case CollectiveFailed() | StateRefused():
                 raise NothingToRecoverFrom(report.error)
             case WorkerJoined():
                 self._give(Assign(0, 1, 0, 0, 1, None, ()))

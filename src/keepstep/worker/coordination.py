@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from keepstep.cancel import CancelToken
 from keepstep.config import adopt_rank
-from keepstep.errors import InternalError, PeerLost
+from keepstep.errors import InternalError, PeerLost, StateMismatch
 from keepstep.protocol import moves
 from keepstep.protocol.messages import (
     Rescue,
@@ -471,6 +471,11 @@ class Coordination:
         """Breaks off a recovery: closes the groups, and reports the error unless the controller knows of it."""
         self._break()
         self.machine.fell_out(where, text(error))
+
+    def refused(self, error: StateMismatch) -> None:
+        """Breaks off a recovery whose state was loaded, and does not equal what was loaded."""
+        self._break()
+        self.machine.refused(text(error))
 
     def end(self, order: Rescue, path: str | None, problem: str | None) -> NoReturn:
         """Reports what was saved of this rank's state, and ends the process, because the job cannot continue."""

@@ -321,6 +321,11 @@ class Recovery:
         except (RuntimeError, RemoteProtocolError, PeerLost, CannotGoOn, Cancelled) as error:
             coordination.fell_out("restore", error)
             return
+        except StateMismatch as error:
+            if move.order.generation == 1:  # nothing has been trained
+                raise
+            coordination.refused(error)
+            return
         finally:
             coordination.page.set_waiting(False)
         self._machine.loaded(received, from_checkpoint=from_checkpoint)

@@ -48,7 +48,7 @@ from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.checkpoint import Checkpoints
 from keepstep.worker.state.layout import compare_replicas
 from keepstep.worker.state.protected import ProtectedState
-from keepstep.worker.state.rng import seed_start_up, seed_step
+from keepstep.worker.state.rng import seed_generators, seed_start_up, seed_step
 from keepstep.worker.step.attempt import Attempt
 from keepstep.worker.step.device_completion import completion_on
 from keepstep.worker.step.second_copies import SecondCopies
@@ -310,9 +310,10 @@ class Session(Loops):
             data_mesh: the dimensions of the job's mesh along which samples differ, for `data_rank`. Needed only if
                 neither DDP nor FSDP2 reduces the gradients along them, or if FSDP2 also reduces over context-parallel
                 ranks.
-            objects: at least one ``torch.nn.Module``; optimizers; anything else with ``state_dict()`` and
-                ``load_state_dict()``: schedulers, scalers, loaders. The names are yours and must be the same on every
-                rank.
+            objects: at least one ``torch.nn.Module``; optimizers; generators of random numbers (of torch, NumPy or
+                Python); anything else with ``state_dict()`` and ``load_state_dict()``: schedulers, scalers, loaders.
+                Generators are seeded in each step, from the job's seed, the rank, the step and the name. The names are
+                yours and must be the same on every rank.
 
         Raises:
             ConfigurationError: an object cannot be protected; the message says what to do.
@@ -343,11 +344,7 @@ class Session(Loops):
     def _snapshots(self, wanted: int | str) -> Snapshots | None:
         every = parse_every(wanted)
         assert self._state is not None
-        device = self._state.device
-        is_known = device.type in ("cpu", "cuda")
-        if every and not is_known:
-            raise ConfigurationError(f"protect(snapshot_every={every}): there are no snapshots of tensors on {device}")
-        if self._settings is None or every == 0 or not is_known:
+        if self._settings is None or every == 0:
             return None
         file = SnapshotFile(self._settings.snapshots_fd)
         show = self._coordination.show_moment
@@ -482,8 +479,11 @@ class Session(Loops):
             machine.echoed()  # a rank was lost while all started: this start-up does not count
 
     def _seed_step(self, place: int | str) -> None:
+        rank = self.rank if self._draws_as is None else self._draws_as
         if self._rng:
-            seed_step(self._seed, self.rank if self._draws_as is None else self._draws_as, place)
+            seed_step(self._seed, rank, place)
+        if self._state is not None and self._state.generators:
+            seed_generators(self._state.generators, self._seed, rank, place)
 
     def _final_digest(self) -> str | None:
         if self._settings is None or not self._settings.digest or self._state is None:

@@ -81,6 +81,8 @@ class StepController:
         self._undoing = attempt
         self._recovery = recovery
         self._seed_step = seed_step
+        self._checked: set[torch.optim.Optimizer] = set()
+        """The optimizers that have made an update in this process."""
         self._final_digest = final_digest
         self._num_steps = 0
         self._index: int | None = None
@@ -368,6 +370,9 @@ class StepController:
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
         """Runs after every ``optimizer.step()`` of the process."""
         self._coordination.end_update(sys._getframe(1))
+        if optimizer not in self._checked and self._is_inside and not self._coordination.is_warming_up:
+            self._checked.add(optimizer)
+            self._state.refuse_other_than_memory(optimizer)
         if not self._recovery.takes_snapshots:
             check_alone(optimizer, self._coordination)
 

@@ -1,12 +1,14 @@
 """Tensors as runs of bytes."""
 
 import random
+from collections.abc import Callable
+from typing import Any, Self
 
 import pytest
 import torch
 
 from keepstep.errors import ConfigurationError
-from keepstep.weights.memory.bytes_of import byte_view, digest_of, is_dense
+from keepstep.weights.memory.bytes_of import byte_view, digest_of, is_dense, other_than_memory
 
 DTYPES = [
     torch.float32,
@@ -167,3 +169,69 @@ def test_other_values_in_another_order_of_memory_are_distinguished() -> None:
     columns = rows.t()
     assert not torch.equal(rows, columns)
     assert digest_of([("a", rows)], b"") != digest_of([("a", columns)], b"")
+
+
+# ---- what is no plain memory -----------------------------------------------------------------------------------------
+
+
+class Scaled(torch.Tensor):
+    """A tensor whose values lie in another one, as those of torchao's and bitsandbytes' do."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+        return made
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        assert function is torch.ops.aten.detach.default
+        return cls(arguments[0].inner)
+
+
+class Labelled(torch.Tensor):
+    """A plain tensor with another type."""
+
+
+def inside(transform: Callable[..., Any]) -> torch.Tensor:
+    """A tensor as a function sees it that is transformed."""
+    seen = []
+    transform(lambda x: (seen.append(x), (x * x).sum())[1])(torch.ones(2, 2))
+    return seen[0]
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Scaled(torch.ones(2)), "Scaled, whose content lies in other tensors"),
+        (lambda: torch.nn.Parameter(Scaled(torch.ones(2)), requires_grad=False), "Scaled, whose content lies"),
+        (lambda: torch.nn.LazyLinear(2).weight, "UninitializedParameter: its module has not seen an input yet"),
+        (lambda: inside(torch.func.vmap), "torch.Tensor inside of a transformation of torch.func"),
+        (lambda: inside(torch.func.grad), "torch.Tensor inside of a transformation of torch.func"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "a quantized torch.Tensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested torch.Tensor"),
+        (lambda: torch.ones(2, device="meta"), "torch.Tensor on meta, which is neither the CPU nor a CUDA GPU"),
+        (lambda: NOT_DENSE["sparse"], "a sparse_coo torch.Tensor, whose content lies in several tensors"),
+        (freed, "a torch.Tensor whose storage has been freed"),
+    ],
+    ids=["wrapper", "parameter", "lazy", "vmap", "grad", "quantized", "nested", "meta", "sparse", "freed"],
+)
+@pytest.mark.filterwarnings("ignore")  # torch's own: prototypes, and what it will remove
+def test_what_is_no_plain_memory_is_named(make: Callable[[], torch.Tensor], text: str) -> None:
+    assert text in str(other_than_memory(make()))
+
+
+@pytest.mark.parametrize("name", [name for name in [*DENSE, *NOT_DENSE] if name != "sparse"])
+def test_plain_tensors_of_any_type_are_memory(name: str) -> None:
+    tensor = (DENSE | NOT_DENSE)[name]
+    assert other_than_memory(tensor) is None
+    assert other_than_memory(torch.nn.Parameter(tensor)) is None
+    assert other_than_memory(tensor.as_subclass(Labelled)) is None

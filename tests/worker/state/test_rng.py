@@ -2,13 +2,15 @@
 
 import random
 import types
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from keepstep.worker.state.rng import seed_start_up, seed_step
+from keepstep.errors import ConfigurationError
+from keepstep.worker.state.rng import Generator, check_generator, seed_generators, seed_start_up, seed_step
 
 
 def drawn(seed: int, rank: int, step: int) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
@@ -91,3 +93,33 @@ def test_a_step_draws_from_torch_what_it_draws_after_manual_seed(monkeypatch: py
     torch.manual_seed(numbers.pop())
     assert torch.equal(drawn_after, torch.rand(3))
     assert not numbers
+
+
+GENERATORS: dict[str, Callable[[], tuple[Generator, Callable[[], float]]]] = {
+    "torch": lambda: (g := torch.Generator(), lambda: float(torch.rand(1, generator=g))),
+    "numpy": lambda: (g := np.random.default_rng(), lambda: float(g.random())),
+    "numpy's Philox": lambda: (g := np.random.Generator(np.random.Philox()), lambda: float(g.normal())),
+    "RandomState": lambda: (g := np.random.RandomState(), lambda: float(g.normal())),
+    "RandomState of PCG64": lambda: (g := np.random.RandomState(np.random.PCG64()), lambda: float(g.normal())),
+    "python": lambda: (g := random.Random(), g.gauss),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_of_the_scripts_own_draw_the_same_in_a_repeated_step(kind: str, seed: int) -> None:
+    """Also half of a pair of normal numbers that a generator has kept for the next call."""
+    one, draw = GENERATORS[kind]()
+    other, draw_other = GENERATORS[kind]()
+    draw()
+    drawn = []
+    for name, rank, step in [("mine", 0, 3), ("mine", 0, 4), ("mine", 1, 3), ("yours", 0, 3)]:
+        for each, it in ((one, draw), (other, draw_other)):
+            seed_generators({name: each}, seed, rank, step)
+            drawn.append([it() for _ in range(3)])
+    assert drawn[::2] == drawn[1::2], "the state of a generator of another process does not matter"
+    assert len({number for numbers in drawn for number in numbers}) == 12
+
+
+def test_numbers_of_the_operating_system_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"protect\(noise=SystemRandom\): it cannot be seeded"):
+        check_generator("noise", random.SystemRandom())

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
-from keepstep.worker.state import protected, tree
+from keepstep.worker.state import tree
 
 scalars = (
     st.none()
@@ -236,13 +236,13 @@ def dtensors(_rank: int, _size: int, path: Path) -> tuple[bool, list[Any]]:
     average = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
     value = {"ema": [average, torch.ones(2)], "n": (3, OrderedDict(a=average))}
     tensors: list[torch.Tensor] = []
-    packed = tree.pack(tree.unplaced(value), tensors)
-    back = tree.placed(tree.unpack(packed, tensors), value, protected._placed_as)
+    packed = tree.pack(value, tensors)
+    back = tree.placed(tree.unpack(packed, tensors), value)
     is_same = type(back["ema"][0]) is type(average) and back["n"][1]["a"].placements == (Shard(0),)
     is_same = is_same and torch.equal(back["ema"][0].full_tensor(), average.full_tensor()) and back["n"][0] == 3
-    plain = tree.placed({"ema": [torch.zeros(6)], "more": torch.ones(1)}, {"ema": []}, protected._placed_as)
+    plain = tree.placed({"ema": [torch.zeros(6)], "more": torch.ones(1)}, {"ema": []})
     try:
-        tree.placed({"ema": torch.zeros(5)}, {"ema": average}, protected._placed_as)
+        tree.placed({"ema": tree.LocalPart(torch.zeros(5))}, {"ema": average})
     except StateMismatch as error:
         return is_same, [type(plain["ema"][0]), type(plain["more"]), str(error)]
     raise AssertionError
@@ -253,3 +253,67 @@ def test_dtensors_are_carried_as_a_ranks_part(tmp_path: Path) -> None:
     assert is_same
     assert (first, second) == (torch.Tensor, torch.Tensor)
     assert error.startswith("'a copy of a parameter' is sharded in another way")
+
+
+def test_what_stands_for_a_tensor_travels() -> None:
+    value = {"own": [tree.Known("optimizer/0/exp_avg"), torch.ones(2)]}
+    tensors: list[torch.Tensor] = []
+    back = tree.unpack(tree.pack(value, tensors), tensors)
+    assert back["own"][0] == tree.Known("optimizer/0/exp_avg")
+    assert len(tensors) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "place"),
+    [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, None),
+        ({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}, "['a']['b'][1]"),
+        ({"a": 1}, {"a": 1, "b": None}, "['b']"),
+        ({"a": 1}, {"a": 1.0}, "['a']"),
+        ({"a": True}, {"a": 1}, "['a']"),
+        ([1, 2], [1, 2, 3], ""),
+        ([1], (1,), ""),
+        (float("nan"), float("nan"), None),
+        (0.0, -0.0, ""),
+        ({1: torch.ones(2)}, {1: torch.ones(2)}, None),
+        ({1: torch.ones(2)}, {1: torch.ones(2, dtype=torch.float64)}, "[1]"),
+        ({1: torch.tensor([0.0])}, {1: torch.tensor([-0.0])}, "[1]"),
+        ({1: torch.tensor([float("nan")])}, {1: torch.tensor([float("nan")])}, None),
+        (tree.Known("a"), tree.Known("b"), ""),
+        ({2**70, 3}, {3, 2**70}, None),
+        (torch.ones(2, 2).t(), torch.ones(2, 2), None),
+    ],
+)
+def test_a_difference_is_named(one: Any, other: Any, place: str | None) -> None:
+    assert tree.difference(one, other) == place
+    assert (tree.difference(other, one) is None) == (place is None)
+
+
+def test_content_is_put_in_place() -> None:
+    tensor, inner, items = torch.zeros(2), {"n": 1, "more": 2}, [torch.zeros(1), 5, 6]
+    live = {"inner": inner, "items": items, "tensor": tensor, "old": 1}
+    value = {"inner": {"n": 3}, "items": [torch.ones(1), 7], "tensor": torch.ones(2), "new": (torch.ones(3),)}
+    first = items[0]
+    assert tree.put_into(live, value) is live
+    assert tree.difference(live, value) is None
+    assert (id(live["inner"]), id(live["items"]), id(live["tensor"])) == (id(inner), id(items), id(tensor))
+    assert items[0] is first
+    assert live["new"][0] is not value["new"][0], "nothing is shared with the image"
+
+
+def test_a_tensor_of_another_form_is_replaced() -> None:
+    live = {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.bfloat16)}
+    value = {"a": torch.ones(2), "b": torch.ones(2)}
+    tree.put_into(live, value)
+    assert tree.difference(live, value) is None
+
+
+def test_what_cannot_be_put_in_place_is_named() -> None:
+    kept, held = torch.zeros(2), {"n": 1}
+
+    def said() -> Any:
+        return {"held": held, "kept": kept, "list": [kept], "copy": {"of": kept.clone()}}
+
+    assert tree.passing(said(), said()) == "['copy']['of']"
+    assert tree.passing({"held": held, "list": [kept]}, {"held": held, "list": [kept]}) is None
+    assert tree.passing({"n": 1}, {"n": 1}) == "['n']"

@@ -68,6 +68,7 @@ from keepstep.protocol.messages.reports import (
     SnapshotsLeft,
     StageSpan,
     StateRecovered,
+    StateRefused,
     StateRescued,
     StepObserved,
     StepsFinished,
@@ -145,6 +146,7 @@ __all__ = [
     "StageSpan",
     "StartWorker",
     "StateRecovered",
+    "StateRefused",
     "StateRescued",
     "StepObserved",
     "StepsFinished",
@@ -182,6 +184,7 @@ WorkerReport: TypeAlias = (
     | WorkerReady
     | CheckpointWritten
     | CollectiveFailed
+    | StateRefused
     | WorkerFailed
     | StateRescued
 )

@@ -32,6 +32,7 @@ class Cause(enum.StrEnum):
     MOVED = "rank moved"
     DRAIN = "drain"
     DEVICE = "device failed"
+    STATE = "state differs"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):

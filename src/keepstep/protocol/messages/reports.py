@@ -62,6 +62,14 @@ class CollectiveFailed(Message, frozen=True):
     error: str
 
 
+class StateRefused(Message, frozen=True):
+    """The worker has loaded the state, and what its objects then say of theirs is something else."""
+
+    worker: int
+    generation: int
+    error: str
+
+
 class SafePointReached(Message, frozen=True):
     """The workers have stopped at a safe point.
 

@@ -415,6 +415,9 @@ class RecoveryMachine:
             case msg.CollectiveFailed():
                 detail = f"rank {worker.rank}: group {message.group}: {message.error}"
                 self._go(self._stage.interrupted(msg.Cause.COLLECTIVE, detail, (), now_s), now_s)
+            case msg.StateRefused():
+                detail = f"rank {worker.rank}: {message.error}"
+                self._go(self._stage.interrupted(msg.Cause.STATE, detail, (), now_s), now_s)
             case msg.CheckpointWritten():
                 self._job.has_checkpoint = True
             case msg.OnceRequested() if not worker.lost:

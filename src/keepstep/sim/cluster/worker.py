@@ -328,6 +328,12 @@ class SimulatedWorker(SimulatedProcess):
             self._next_transfer()
             return
         self._activity += 1
+        if (received_bytes or self._reads_checkpoint) and self.world.num_loads_refused:
+            self.world.num_loads_refused -= 1
+            self.world.oracle.refuses_load(self)
+            self.parameters += (INCOMPLETE,)
+            self.machine.refused("the state is not what was loaded")
+            return self.go()
         self.machine.loaded(received_bytes, from_checkpoint=self._reads_checkpoint)
         self.snapshots.resumed(self._loading_step, self.machine)
         self.go()

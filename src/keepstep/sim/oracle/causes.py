@@ -23,13 +23,13 @@ HARMLESS = frozenset({"stale report", "connection break", "clock jump", "relay c
 
 
 def most_recoveries(kind: str, lasts_s: float) -> int:
-    """Returns how many recoveries a fault may cause. Node drains and sick devices are counted separately.
+    """Returns how many recoveries a fault may cause. What is counted separately causes none.
 
     Args:
         kind: the kind of the fault.
         lasts_s: how long it lasts.
     """
-    if kind in HARMLESS or kind in ("node drain", "sick device"):
+    if kind in HARMLESS or kind in ("node drain", "sick device", "refused load"):
         return 0
     every_s = REPEATED_EVERY_S.get(kind)
     return 1 if every_s is None else 1 + int(lasts_s / every_s)

@@ -107,6 +107,8 @@ class Oracle:
         self._excuses: set[str] = set()
         """Faults after which the job may end without a violation."""
         self._recoveries_at_last_step = 0
+        self._num_loads_refused = 0
+        """Loads since the last complete step after which the state was not what was loaded."""
         self._log_of: int | None = None
         """The process that has opened the job's log."""
         self._fetching: SimulatedProcess | None = None
@@ -194,6 +196,12 @@ class Oracle:
         cohort.completed[step] = 1 + cohort.completed.get(step, 0)
         if cohort is self._trained and cohort.completed[step] == len(cohort.members):
             self._recoveries_at_last_step = self._world.num_recoveries
+            self._num_loads_refused = 0
+
+    def refuses_load(self, worker: SimulatedProcess) -> None:
+        """Records that a rank has loaded its state and holds something else. It may load again once."""
+        self._num_loads_refused += 1
+        self.causes.add(f"{worker} refuses what it has loaded at {self._world.schedule.now_s:.3f} s")
 
     def opens_log(self, worker: SimulatedProcess) -> None:
         """Checks that a once-per-job action has not begun before, not even on a process that did not complete it."""
@@ -541,6 +549,8 @@ class Oracle:
                 return "every shard has a live holder"
             return "there is a checkpoint" if self._world.checkpoints() else None
         if order.exit_code == EXIT_TOO_FEW_RANKS and (settings.max_restarts is not None or not has_room):
+            return None
+        if order.exit_code == EXIT_TOO_FEW_RANKS and self._num_loads_refused > 1:
             return None
         if self._trained is None and not has_room:
             return None

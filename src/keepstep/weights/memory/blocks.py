@@ -16,6 +16,7 @@ from keepstep.protocol.transfer.names.name_map import Conversion, Convert
 from keepstep.protocol.transfer.names.recipes import Recipe
 from keepstep.protocol.transfer.plan import TensorForm
 from keepstep.typenames import is_named
+from keepstep.weights.memory.bytes_of import other_than_memory
 from keepstep.weights.memory.pieces import Held
 
 if TYPE_CHECKING:
@@ -139,8 +140,12 @@ def block_of(name: str, tensor: torch.Tensor) -> NamedBlock:
     """This rank's block of one tensor: the whole tensor, or the local part of a DTensor. It shares the memory.
 
     Raises:
-        ConfigurationError: the tensor is a DTensor whose local part is not one block.
+        ConfigurationError: the tensor is a DTensor whose local part is not one block, or it is no plain memory.
     """
+    if (problem := other_than_memory(local_of(tensor))) is not None:
+        raise ConfigurationError(
+            f"{name} is {problem}: keepstep restores tensors whose content is their own memory, and no others"
+        )
     if not is_dtensor(tensor):
         shape = tuple(tensor.shape)
         return NamedBlock((name,), Held(tensor.detach(), whole(shape)), shape, (tensor,))
@@ -208,8 +213,8 @@ def _is_scattered(value: DTensor) -> bool:
 
 
 def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise ConfigurationError(f"'{name}' is no dense tensor in memory ({tensor.layout}, {tensor.device})")
+    if (problem := other_than_memory(tensor)) is not None:
+        raise ConfigurationError(f"'{name}' is no dense tensor in memory, but {problem}")
     return tensor.detach()
 
 

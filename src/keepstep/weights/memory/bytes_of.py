@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 import xxhash
+from torch.nn.parameter import is_lazy
 
 from keepstep.errors import ConfigurationError
 
@@ -39,6 +40,36 @@ def copy_flat(to: torch.Tensor, source: torch.Tensor) -> None:
 def address_of(memory: memoryview) -> int:
     """The address of a memoryview, writable or not."""
     return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
+
+
+def other_than_memory(tensor: torch.Tensor) -> str | None:
+    """Says why a tensor's content is not simply bytes at an address; None if it is.
+
+    Args:
+        tensor: the local tensor of a DTensor, or another one.
+
+    Returns:
+        a description of the tensor, with its type, for a message: "a <type>, which ...".
+    """
+    kind = type(tensor)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if is_lazy(tensor):
+        return f"a {name}: its module has not seen an input yet"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {name}, whose content lies in other tensors or nowhere"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return f"a {name} inside of a transformation of torch.func"
+    if tensor.is_quantized or tensor.is_nested:
+        return f"a {'quantized' if tensor.is_quantized else 'nested'} {name}, whose content is not only its elements"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"a {name} on {tensor.device}, which is neither the CPU nor a CUDA GPU"
+    if tensor.layout is not torch.strided:
+        return f"a {str(tensor.layout).removeprefix('torch.')} {name}, whose content lies in several tensors"
+    if tensor.numel():
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if (tensor.storage_offset() + last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
+            return f"a {name} whose storage has been freed"
+    return None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ the script. In between the group is *down* and echoes (`keepstep.worker.groups.e
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +31,7 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
+from keepstep.errors import UsageError
 from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation
 from keepstep.worker.backends.communicator import (
@@ -51,6 +53,25 @@ _CPU = torch.device("cpu")
 
 SHUTDOWN_S = 5.0
 """How long to wait for operations in a destroyed group. They end within milliseconds, or at gloo's own deadline."""
+
+
+_alone: dict[int, str] = {}
+"""Thread -> what it does; see `alone`."""
+
+
+@contextmanager
+def alone(what: str) -> Iterator[None]:
+    """A context in which operations of a group that this thread begins fail: other ranks do not take part in them.
+
+    Args:
+        what: this thread does, for the message.
+    """
+    thread = threading.get_ident()
+    _alone[thread] = what
+    try:
+        yield
+    finally:
+        del _alone[thread]
 
 
 class SurvivingGroup(dist.ProcessGroup):
@@ -289,6 +310,8 @@ class SurvivingGroup(dist.ProcessGroup):
         ``is_read``: this rank only sends its ``outputs``, and receives nothing. ``inputs``: they select the device if
         there are no outputs.
         """
+        if _alone and (what := _alone.get(threading.get_ident())) is not None:
+            raise UsageError(f"{what} began {operation.value}, which the other ranks do not take part in")
         communicators = self._communicators
         inner = communicators.of(outputs, inputs or [])
         if self._echoing:

@@ -12,7 +12,14 @@ import torch
 from keepstep.weights.memory.blocks import NamedBlock, local_of
 from keepstep.worker.parallel.layout import Replicated
 from keepstep.worker.state import tree
-from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
+from keepstep.worker.state.layout import (
+    TensorHeader,
+    buffers_like,
+    check_restored,
+    check_same_layout,
+    check_same_objects,
+    headers_of,
+)
 from keepstep.worker.state.protected import Modes, ProtectedState
 
 
@@ -49,7 +56,7 @@ def describe(state: ProtectedState, step: int) -> tuple[StateHeader, list[NamedB
 
 
 def targets(state: ProtectedState, header: StateHeader, source: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns the tensors to write a received state to. It creates missing optimizer state.
+    """Returns the tensors to write a received state to. It creates missing optimizer state and buffers.
 
     Args:
         state: the protected state that is to be overwritten.
@@ -62,12 +69,12 @@ def targets(state: ProtectedState, header: StateHeader, source: str) -> tuple[li
     Raises:
         StateMismatch: the model here has other names, shapes or dtypes.
     """
-    parameters, buffers = state.parameters(), state.buffers()
+    parameters = state.parameters()
     forms = [torch.empty(0) for _ in header.host_tensors]
     check_same_objects(state, tree.unpack(msgspec.msgpack.decode(header.host), forms), source)
     blocks = state.layout.blocks
     check_same_layout(headers_of(blocks(parameters)), header.parameters, source)
-    check_same_layout(headers_of(blocks(buffers)), header.buffers, source)
+    buffers = buffers_like(state, header.buffers, header.modes, source)
     existing = {block.names[0]: block for block in blocks(state.optimizer_tensors())}
     own = {entry.name: entry for entry in headers_of(existing.values())}
     if set(own) - {entry.name for entry in header.optimizer}:
@@ -82,12 +89,18 @@ def targets(state: ProtectedState, header: StateHeader, source: str) -> tuple[li
             optimizer.append(entry.empty(state.device))
             state.place_optimizer_tensor(entry.name, optimizer[-1], as_dtensor=entry.is_dtensor)
     host_tensors = [entry.empty(state.device) for entry in header.host_tensors]
-    live = [local_of(tensor) for _name, tensor in (*parameters, *buffers)]
-    return [*live, *optimizer, *host_tensors], host_tensors
+    live = [local_of(tensor) for _name, tensor in parameters]
+    return [*live, *buffers, *optimizer, *host_tensors], host_tensors
 
 
 def finish(state: ProtectedState, header: StateHeader, host_tensors: list[torch.Tensor]) -> None:
-    """Restores the part of the state that is in no tensor. Call it after all tensors have been written."""
-    state.load_host_state(tree.unpack(msgspec.msgpack.decode(header.host), host_tensors))
+    """Restores the part of the state that is in no tensor. Call it after all tensors have been written.
+
+    Raises:
+        StateMismatch: afterwards the state is not the one in the header; the message names what differs.
+    """
+    host = tree.unpack(msgspec.msgpack.decode(header.host), host_tensors)
+    state.load_host_state(host)
     state.place_gradients(header.with_gradient)
     state.place_modes(header.modes)
+    check_restored(state, host, [entry.name for entry in header.optimizer])

@@ -17,7 +17,7 @@ from keepstep.weights.memory.blocks import NamedBlock, is_dtensor
 from keepstep.weights.memory.bytes_of import byte_view, digest_of
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.state import tree
-from keepstep.worker.state.protected import ProtectedState
+from keepstep.worker.state.protected import Modes, ProtectedState
 
 COMPARED_AGAIN = frozenset({1, 2, 4, 8, 16})
 """Replicas are also compared before these steps. State that each rank computes differently by design, such as a part of
@@ -250,6 +250,10 @@ def _host_values(host: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for index, group in enumerate(groups):
             yield from ((f"{name}.param_groups[{index}][{key!r}]", value) for key, value in group.items())
     yield from ((f"{name}.state", value) for name, value in host["scalars"].items())
+    for name, value in host["optimizers"].items():
+        yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
+    for name, value in host["modules"].items():
+        yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
     for name, value in host["others"].items():
         if isinstance(value, dict):
             yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
@@ -262,6 +266,56 @@ def _digest_of_value(value: Any) -> bytes:
     encoded = msgspec.msgpack.encode(tree.pack(value, tensors))
     named = [(str(index), tensor.contiguous()) for index, tensor in enumerate(tensors)]
     return bytes.fromhex(digest_of(named, encoded))
+
+
+def buffers_like(state: ProtectedState, wanted: Sequence[TensorHeader], modes: Modes, who: str) -> list[torch.Tensor]:
+    """Registers the buffers that another process has. Those of another form are new, and not initialized.
+
+    Args:
+        state: this rank's protected objects.
+        wanted: the other's buffers.
+        modes: the other's.
+        who: the other process, for messages.
+
+    Returns:
+        the buffers' local tensors, in the order of ``wanted``.
+
+    Raises:
+        StateMismatch: a buffer is sharded and of another form, or its module is not here.
+    """
+    blocks = state.layout.blocks
+    own = {header.name: header for header in headers_of(blocks(state.buffers()))}
+    other = [header for header in wanted if own.get(header.name) != header]
+    if sharded := [header for header in other if header.is_dtensor or header.shape != header.whole]:
+        check_same_layout([own[header.name] for header in sharded if header.name in own], sharded, who)
+    new = {header.name: header.empty(state.device) for header in other}
+    state.place_buffers([header.name for header in wanted], new, modes)
+    by_name = {block.names[0]: block.held.tensor for block in blocks(state.buffers())}
+    return [by_name[header.name] for header in wanted]
+
+
+def check_restored(state: ProtectedState, host: dict[str, Any], optimizer: Iterable[str]) -> None:
+    """Checks that the state is now what was restored, and nothing beyond it.
+
+    Args:
+        state: this rank's protected objects.
+        host: the host state that was restored.
+        optimizer: names of the optimizers' tensors that were restored.
+
+    Raises:
+        StateMismatch: names the first value that differs.
+    """
+    wanted, own = dict(_host_values(host)), dict(_host_values(state.host_state()))
+    tensors = {name for name, _tensor in state.optimizer_tensors()}
+    places = sorted((own.keys() ^ wanted.keys()) | tensors.symmetric_difference(optimizer))
+    for name in own.keys() & wanted.keys():
+        if (place := tree.difference(own[name], wanted[name])) is not None:
+            places.append(name + place)
+    if places:
+        raise StateMismatch(
+            f"{places[0]} is not what was restored: the load_state_dict() of that object has not set it, or has set "
+            "something else. What state_dict() gives must be what it gives after load_state_dict()"
+        )
 
 
 def check_same_objects(state: ProtectedState, host: dict[str, Any], who: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -10,19 +10,23 @@ import torch
 
 from keepstep.errors import ConfigurationError, StateMismatch, UsageError
 from keepstep.typenames import is_named
-from keepstep.weights.memory.blocks import NamedBlock, is_dtensor, local_of
+from keepstep.weights.memory.blocks import NamedBlock, is_dtensor
 from keepstep.weights.memory.bytes_of import digest_of, is_dense
+from keepstep.worker.groups.group import alone
 from keepstep.worker.parallel.ddp import refuse_hooks, refuse_wrapped
 from keepstep.worker.parallel.layout import ParallelLayout, Replicated, shard_of
 from keepstep.worker.parallel.pipeline import is_schedule
 from keepstep.worker.parallel.zero import is_zero, local_optimizer
 from keepstep.worker.state import tree
+from keepstep.worker.state.own import OwnModuleState, OwnOptimizerState, own_states_of
+from keepstep.worker.state.rng import Generator, check_generator
 
 Named = list[tuple[str, torch.Tensor]]
 
 
 class Modes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The modes of a model by name: ``train()``, ``requires_grad``, and the parameters that the script writes to.
+    """The modes of a model by name: ``train()``, ``requires_grad``, kinds of buffers, and which parameters the script
+    writes to.
 
     Ranks may differ in their modes for a while, such as when one rank evaluates alone. So replicas do not compare them.
     """
@@ -33,6 +37,10 @@ class Modes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Parameters with ``requires_grad=False``."""
     written: frozenset[str] | None
     """See `ProtectedState.written`; None if not all are known yet."""
+    without_tensor: frozenset[str] = frozenset()
+    """Buffers that are registered and None."""
+    transient: frozenset[str] = frozenset()
+    """Buffers that are not persistent."""
 
 
 class ProtectedState:
@@ -50,6 +58,8 @@ class ProtectedState:
         self.modules: dict[str, torch.nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.others: dict[str, Any] = {}
+        self.generators: dict[str, Generator] = {}
+        """Generators of the script's own: seeded for each step, as the global ones are, so no state is carried."""
         self.layout = layout or Replicated()
         self.label = shard
         """See `Session.protect`."""
@@ -66,6 +76,12 @@ class ProtectedState:
             raise ConfigurationError("protect() was given no torch.nn.Module: pass at least model=...")
         self._parameters: Named = []
         """The parameters at the first step. While an FSDP module computes, it exposes other tensors."""
+        self.first_buffers: frozenset[str] = frozenset()
+        """The buffers at the first step."""
+        self._own_modules: list[OwnModuleState] = []
+        self._own_optimizers = {
+            name: OwnOptimizerState(name, local_optimizer(optimizer)) for name, optimizer in self.optimizers.items()
+        }
         self.check()
         for name, tensor in self.live_tensors():
             if not is_dense(tensor):
@@ -82,6 +98,9 @@ class ProtectedState:
             )
         elif isinstance(thing, torch.optim.Optimizer):
             self.optimizers[name] = thing
+        elif isinstance(thing, Generator):
+            check_generator(name, thing)
+            self.generators[name] = thing
         elif is_schedule(thing):
             self.has_stages = True  # no state between two steps; its adapter knows what a step leaves in it
         elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
@@ -107,6 +126,14 @@ class ProtectedState:
         self._refuse_others_parameters()
         refuse_wrapped(self.modules)
         refuse_hooks(self.modules, self.others.values())
+        self.first_buffers = frozenset(name for name, _buffer in self.buffers())
+        self._own_modules = own_states_of(self.parts())
+        for own in self._own_modules:
+            with alone(f"{own.path}.state_dict()"):
+                own.check()
+        for name, optimizer in self._own_optimizers.items():
+            with alone(f"{name}.state_dict()"):
+                optimizer.check()
 
     def refuse_added_parameters(self) -> None:
         """Refuses parameters that the script added to an optimizer after `protect`: a replacement would lack them.
@@ -122,6 +149,16 @@ class ProtectedState:
                     "replacement would not have what add_param_group() has added. Give it all parameters before "
                     "protect(); those that are to be trained later may have requires_grad_(False) until then"
                 )
+
+    def refuse_other_than_memory(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses state of an optimizer that is no plain memory. Call it after its first update, which creates it.
+
+        Raises:
+            ConfigurationError: names the state and its type.
+        """
+        own = next(name for name, known in self.optimizers.items() if optimizer in (known, local_optimizer(known)))
+        self.layout.blocks([each for each in self.optimizer_tensors() if each[0].partition("/")[0] == own])
+        tree.pack(self.optimizer_values()[own], [], own)
 
     def _refuse_others_parameters(self) -> None:
         """Refuses optimizer parameters outside of protected modules: a replacement would get untrained values."""
@@ -234,7 +271,7 @@ class ProtectedState:
                 f"optimizer '{optimizer}' has {len(parameters)} parameters here, and '{name}' elsewhere"
             )
         parameter = parameters[int(index)]
-        placed = _placed_as(value, parameter, name) if as_dtensor else value
+        placed = tree.placed_as(value, parameter, name) if as_dtensor else value
         local_optimizer(self.optimizers[optimizer]).state[parameter][key] = placed
 
     def drop_optimizer_state(self) -> None:
@@ -256,11 +293,53 @@ class ProtectedState:
         """The current modes."""
         evaluating = frozenset(name for name, part in self.parts() if not part.training)
         frozen = frozenset(name for name, p in self.parameters() if not p.requires_grad)
-        return Modes(evaluating, frozen, self.written if self.knows_written else None)
+        without_tensor, transient = set[str](), set[str]()
+        for path, part in self.parts():
+            if not part._buffers:
+                continue
+            place = path.removesuffix(".")
+            without_tensor.update(f"{place}.{key}" for key, buffer in part._buffers.items() if buffer is None)
+            transient.update(f"{place}.{key}" for key in part._buffers.keys() & part._non_persistent_buffers_set)
+        written = self.written if self.knows_written else None
+        return Modes(evaluating, frozen, written, frozenset(without_tensor), frozenset(transient))
 
     def may_write(self, name: str) -> bool:
         """Whether the script may write to a parameter in a step, before its update."""
         return name in self.written or not self.knows_written
+
+    def place_buffers(self, names: Collection[str], new: Mapping[str, torch.Tensor], modes: Modes) -> None:
+        """Registers the buffers that another process has, because a forward there has created or resized some.
+
+        Args:
+            names: names of all buffers with a tensor there.
+            new: tensors in place of those that differ here in form, or that are not here.
+            modes: of the other process.
+
+        Raises:
+            StateMismatch: the module of a buffer is not here.
+        """
+        before = dict(self.buffers())
+        replaced = {id(before[name]): tensor for name, tensor in new.items() if name in before}
+        kept = {id(before[name]) for name in names if name in before}
+        parts = {path.removesuffix("."): part for path, part in self.parts()}
+        for path, part in parts.items():
+            for key, buffer in list(part._buffers.items()):
+                name = f"{path}.{key}"
+                if name in modes.without_tensor:
+                    part._buffers[key] = None
+                elif id(buffer) in replaced:
+                    part._buffers[key] = replaced[id(buffer)]
+                elif name not in new and id(buffer) not in kept:
+                    del part._buffers[key]
+        for name in (*new, *modes.without_tensor):
+            path, _, key = name.rpartition(".")
+            if path not in parts:
+                raise StateMismatch(f"the buffer '{name}' is in a module that this rank's model lacks")
+            parts[path]._buffers[key] = new.get(name)
+        for path, part in parts.items():
+            for key in part._buffers:
+                change = set.add if f"{path}.{key}" in modes.transient else set.discard
+                change(part._non_persistent_buffers_set, key)
 
     def place_modes(self, modes: Modes) -> None:
         """Sets the modes: modules not in ``modes`` to train(), parameters not in it to requires_grad.
@@ -287,42 +366,92 @@ class ProtectedState:
     # ---- host state -----------------------------------------------------------------------------------------------
 
     def step_state(self) -> dict[str, Any]:
-        """The host-side values that a step may change before its update: hyperparameters, and all other objects.
+        """The host-side values that a step may change before its update: hyperparameters, all other objects, and what
+        modules say of themselves.
 
         Nothing in it is shared with the live objects.
+
+        Raises:
+            UsageError: a ``state_dict()`` communicates with other ranks.
         """
+        return self._host_values([own for own in self._own_modules if not own.is_idle])
+
+    def _host_values(self, modules: Iterable[OwnModuleState]) -> dict[str, Any]:
         return {
             "groups": {name: _hyperparameters(optimizer) for name, optimizer in self.optimizers.items()},
-            "others": {name: tree.copied(thing.state_dict()) for name, thing in self.others.items()},
+            "others": {name: tree.copied(_own_state_of(name, thing)) for name, thing in self.others.items()},
+            "modules": {own.path: tree.copied(_alone(own.path, own.read)) for own in modules},
         }
 
-    def host_state(self) -> dict[str, Any]:
-        """All host values: `step_state`, and the optimizer state that is not in tensors.
+    def shared_values(self) -> dict[str, Any]:
+        """`host_state` without the optimizer state of single parameters."""
+        optimizers = {}
+        for name, own in self._own_optimizers.items():
+            with alone(f"{name}.state_dict()"):
+                optimizers[name] = tree.copied(own.read(self._known))
+        return {**self._host_values(self._own_modules), "optimizers": optimizers}
 
-        A DTensor among them, such as an averaged copy, is replaced by this rank's local tensor.
+    def host_state(self) -> dict[str, Any]:
+        """All host values: `step_state`, what optimizers say of themselves, and optimizer state that is not in tensors.
+
+        Raises:
+            UsageError: a ``state_dict()`` communicates with other ranks.
         """
-        return {**tree.unplaced(self.step_state()), "scalars": self.optimizer_values()}
+        return {**self.shared_values(), "scalars": self.optimizer_values()}
+
+    def _known(self) -> Named:
+        """The tensors that are carried under a name of their own."""
+        return [*self.parameters(), *self.buffers(), *self.optimizer_tensors()]
 
     def optimizer_values(self) -> dict[str, dict[int, dict[str, Any]]]:
         """Optimizer state that is not in tensors, by optimizer and parameter index."""
         return {name: _scalar_state(optimizer) for name, optimizer in self.optimizers.items()}
 
     def load_host_state(self, state: dict[str, Any]) -> None:
-        """Restores values that `step_state` or `host_state` returned on this or another rank."""
+        """Restores values that `step_state` or `host_state` returned on this or another rank.
+
+        Call it after all tensors have been restored.
+
+        Raises:
+            StateMismatch: an object refuses its state.
+        """
+        self._load_optimizers(state)
+        if "optimizers" in state:
+            known = dict(self._known())
+            loaded = [own.load(state["optimizers"].get(name, {}), known) for name, own in self._own_optimizers.items()]
+            if any(loaded):
+                self._load_optimizers(state)
+        for own in self._own_modules:
+            if own.path in state["modules"]:
+                own.load(state["modules"][own.path])
+        for name, value in state["others"].items():
+            thing = self.others[name]
+            if self.layout.is_sharded:
+                value = tree.placed(value, _own_state_of(name, thing))
+            _load_other(thing, tree.copied(value))
+
+    def _load_optimizers(self, state: dict[str, Any]) -> None:
+        """Restores the groups of the optimizers, and their state that is in no tensor."""
         for name, groups in state["groups"].items():
             for group, values in zip(self.optimizers[name].param_groups, groups, strict=True):
                 for key in set(group) - set(values) - {"params"}:
                     del group[key]
                 group.update(tree.copied(values))
         for name, scalars in state.get("scalars", {}).items():
-            parameters = parameters_of(self.optimizers[name])
-            for index, values in scalars.items():
-                local_optimizer(self.optimizers[name]).state[parameters[index]].update(values)
-        for name, value in state["others"].items():
-            thing = self.others[name]
-            if self.layout.is_sharded:
-                value = tree.placed(value, thing.state_dict(), _placed_as)
-            _load_other(thing, tree.copied(value))
+            own = local_optimizer(self.optimizers[name]).state
+            for index, parameter in enumerate(parameters_of(self.optimizers[name])):
+                values = scalars.get(index, {})
+                if parameter not in own and not values:
+                    continue
+                live = own[parameter]
+                for key in [key for key, value in live.items() if not isinstance(value, torch.Tensor)]:
+                    if key not in values:
+                        del live[key]
+                for key, value in values.items():
+                    its = tree.placed_all(value, parameter)
+                    live[key] = tree.put_into(live.get(key), its)
+                if not live:
+                    del own[parameter]
 
     def host_bytes(self) -> tuple[bytes, list[torch.Tensor]]:
         """The host state as msgpack, and the tensors in it, contiguous ones by reference.
@@ -345,25 +474,6 @@ def _flattened(name: str, kind: str) -> str:
     return (
         f"protect(): {name} is a {kind} (FSDP1), whose ranks hold runs of flattened tensors and not parts of each one: "
         "use FSDP2, torch.distributed.fsdp.fully_shard(), or DistributedDataParallel"
-    )
-
-
-def _placed_as(local: torch.Tensor, parameter: torch.Tensor, name: str = "a copy of a parameter") -> torch.Tensor:
-    """Wraps a local tensor in a DTensor with the mesh and placements of ``parameter``."""
-    if is_dtensor(local):
-        return local
-    if not is_dtensor(parameter) or local_of(parameter).shape != local.shape:
-        raise StateMismatch(f"'{name}' is sharded in another way than its parameter: such state cannot be restored")
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(parameter, DTensor)
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
     )
 
 
@@ -392,6 +502,15 @@ def _scalar_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]
         if scalars:
             found[index] = scalars
     return found
+
+
+def _alone(name: str, read: Callable[[], Any]) -> Any:
+    with alone(f"{name}.state_dict()"):
+        return read()
+
+
+def _own_state_of(name: str, thing: Any) -> Any:
+    return _alone(name, thing.state_dict)
 
 
 def _load_other(thing: Any, state: Any) -> None:

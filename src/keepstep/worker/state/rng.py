@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import numpy as np
 import torch
+
+from keepstep.errors import ConfigurationError
+
+Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+"""A generator of the script's own."""
 
 
 def seed_start_up(seed: int) -> None:
@@ -25,6 +32,37 @@ def seed_step(seed: int, rank: int, step: int | str) -> None:
     number = _number(f"{seed}/{rank}/{step}")
     _seed_host(number)
     _seed_torch(number)
+
+
+def check_generator(name: str, generator: Generator) -> None:
+    """Checks that a generator of the script's own can be seeded.
+
+    Raises:
+        ConfigurationError: it draws from the operating system.
+    """
+    if isinstance(generator, random.SystemRandom):
+        raise ConfigurationError(
+            f"protect({name}=SystemRandom): it cannot be seeded, so a repeated step would draw other numbers; use "
+            "random.Random"
+        )
+
+
+def seed_generators(generators: Mapping[str, Generator], seed: int, rank: int, step: int | str) -> None:
+    """Seeds generators of the script's own for one step of one rank, each by its name, with unrelated numbers."""
+    for name, generator in generators.items():
+        number = _number(f"{seed}/{rank}/{step}/{name}")
+        match generator:
+            case torch.Generator():
+                generator.manual_seed(number)
+            case random.Random():
+                generator.seed(number)
+            case np.random.Generator():
+                bits = generator.bit_generator
+                bits.state = type(bits)(number).state
+            case np.random.RandomState():
+                bits = generator._bit_generator
+                bits.state = type(bits)(number).state
+                generator.set_state(generator.get_state(legacy=False) | {"has_gauss": 0, "gauss": 0.0})
 
 
 def _seed_torch(number: int) -> None:

@@ -49,8 +49,12 @@ class _ModuleBuffers:
         self._live.clear()
         self._live.update(self._were)
         for name, buffer in self._were.items():
-            if buffer is not None:
-                buffer.copy_(self._copies[name])
+            if buffer is None:
+                continue
+            copy = self._copies[name]
+            if (buffer.shape, buffer.dtype, buffer.stride()) != (copy.shape, copy.dtype, copy.stride()):
+                buffer.data = torch.empty_like(copy)  # a forward has resized it
+            buffer.copy_(copy)
 
 
 LEARNING_STEPS = 3

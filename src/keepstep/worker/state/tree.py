@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -12,8 +13,9 @@ import msgspec
 import numpy as np
 import torch
 
-from keepstep.errors import ConfigurationError, RemoteProtocolError
+from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
 from keepstep.weights.memory.blocks import is_dtensor, local_of
+from keepstep.weights.memory.bytes_of import byte_view, other_than_memory
 
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 _INT64 = 1 << 63
@@ -33,6 +35,28 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "set": set,
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Known:
+    """Stands for a tensor that is carried under a name of its own, where it occurs in a value once more.
+
+    Attributes:
+        name: of the tensor.
+    """
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LocalPart:
+    """Stands for a DTensor in a value that comes from another process.
+
+    Attributes:
+        tensor: the local tensor of this rank.
+    """
+
+    tensor: torch.Tensor
 
 
 def is_constant(value: Any) -> bool:
@@ -59,25 +83,161 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def unplaced(value: Any) -> Any:
-    """Replaces each DTensor in a value by its local tensor."""
-    return _mapped(value, value, lambda tensor, _like: local_of(tensor))
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Applies a function to each tensor, `Known` and `LocalPart` in a value."""
+    return _mapped(value, value, lambda leaf, _like: change(leaf))
 
 
-def placed(value: Any, like: Any, place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
-    """The inverse of `unplaced`.
+def placed(value: Any, like: Any) -> Any:
+    """Makes DTensors of the `LocalPart` in a value.
 
     Args:
-        value: a value with the local tensors of DTensors.
-        like: a value with DTensors in the corresponding places. It may lack some items of ``value``.
-        place: wraps a local tensor in a DTensor with the mesh and placements of another one.
+        value: from `unpack`.
+        like: a value with DTensors in the corresponding places, which give mesh and placements.
+
+    Raises:
+        StateMismatch: see `placed_as`.
     """
-    return _mapped(value, like, lambda tensor, its: place(tensor, its) if is_dtensor(its) else tensor)
+    return _mapped(value, like, lambda leaf, its: placed_as(leaf.tensor, its) if type(leaf) is LocalPart else leaf)
 
 
-def _mapped(value: Any, like: Any, change: Callable[[torch.Tensor, Any], torch.Tensor]) -> Any:
+def placed_all(value: Any, like: torch.Tensor) -> Any:
+    """Same as `placed`, with one DTensor for all parts."""
+    return _mapped(value, None, lambda leaf, _its: placed_as(leaf.tensor, like) if type(leaf) is LocalPart else leaf)
+
+
+def placed_as(local: torch.Tensor, parameter: Any, name: str = "a copy of a parameter") -> torch.Tensor:
+    """Wraps a local tensor in a DTensor with the mesh and placements of ``parameter``.
+
+    Raises:
+        StateMismatch: ``parameter`` is no DTensor, or its local tensor has another shape.
+    """
+    if not is_dtensor(parameter) or local_of(parameter).shape != local.shape:
+        raise StateMismatch(f"'{name}' is sharded in another way than its parameter: such state cannot be restored")
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def put_into(live: Any, value: Any) -> Any:
+    """Gives a live value the content of another one, in place as far as possible.
+
+    Args:
+        live: tensors of the same form, dicts and lists in it are written to, so that whoever shares them sees it.
+        value: the content; it is not shared with the result, except for its `Known`.
+
+    Returns:
+        ``live``, or a copy of ``value`` where it is of another form.
+    """
     kind = type(value)
     if isinstance(value, torch.Tensor):
+        if live is value:
+            return live
+        if isinstance(live, torch.Tensor) and _form(live) == _form(value):
+            with torch.no_grad():
+                local_of(live).copy_(local_of(value))
+            return live
+        return value.detach().clone()
+    if kind in (dict, OrderedDict):
+        own = live if type(live) is kind else kind()
+        new = [(key, put_into(own.get(key), item)) for key, item in value.items()]
+        own.clear()
+        own.update(new)
+        return own
+    if kind is list:
+        items = live if type(live) is kind else []
+        its = [*items, *[None] * len(value)]
+        items[:] = [put_into(its[index], item) for index, item in enumerate(value)]
+        return items
+    if kind is tuple and type(live) is tuple and len(live) == len(value):
+        return tuple([put_into(its, item) for its, item in zip(live, value, strict=True)])
+    return copied(value)
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    return type(tensor) is torch.nn.Parameter, tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def passing(one: Any, again: Any, path: str = "") -> str | None:
+    """Finds what `put_into` cannot restore: a value that is made anew each time an object is asked for its state.
+
+    Args:
+        one: the state of an object.
+        again: the same, asked for once more.
+        path: the place of the state, for the result.
+
+    Returns:
+        the place of the first such value; None if all of them are tensors and containers of the object's own.
+    """
+    if isinstance(one, torch.Tensor) and isinstance(again, torch.Tensor):
+        return None if local_of(one).data_ptr() == local_of(again).data_ptr() else path
+    if type(one) in (dict, OrderedDict, list):
+        if one is again:
+            return None  # its items are put into it
+        if type(one) is not list:
+            found = (passing(item, again.get(key), f"{path}[{key!r}]") for key, item in one.items())
+            return next((place for place in found if place is not None), None)
+    if type(one) in (list, tuple) and type(again) is type(one):
+        found = (passing(item, its, f"{path}[{i}]") for i, (item, its) in enumerate(zip(one, again, strict=False)))
+        return next((place for place in found if place is not None), None)
+    return path
+
+
+def difference(one: Any, other: Any) -> str | None:
+    """Compares two values bit for bit; neither the order of a dict's keys matters nor the device of a tensor.
+
+    Returns:
+        the place of the first difference as Python would write it, such as ``['groups']['optimizer'][0]['lr']``; None
+        if there is none.
+    """
+    mine: list[torch.Tensor] = []
+    its: list[torch.Tensor] = []
+    return _difference(pack(one, mine), pack(other, its), (mine, its), "")
+
+
+def _difference(one: Any, other: Any, tensors: tuple[list[torch.Tensor], list[torch.Tensor]], path: str) -> str | None:
+    match one, other:
+        case [("tensor" | "part") as kind, int(index)], [other_kind, int(its)] if kind == other_kind:
+            return None if _are_equal(tensors[0][index], tensors[1][its]) else path
+        case [("dict" | "ordered" | "counter") as kind, *pairs], [other_kind, *other_pairs] if kind == other_kind:
+            mine = {msgspec.msgpack.encode(key): (key, value) for key, value in pairs}
+            theirs = {msgspec.msgpack.encode(key): (key, value) for key, value in other_pairs}
+            for encoded in mine.keys() | theirs.keys():
+                side, (key, _value) = (0, mine[encoded]) if encoded in mine else (1, theirs[encoded])
+                place = f"{path}[{unpack(key, tensors[side])!r}]"
+                if encoded not in mine or encoded not in theirs:
+                    return place
+                if (found := _difference(mine[encoded][1], theirs[encoded][1], tensors, place)) is not None:
+                    return found
+            return None
+        case [("list" | "tuple") as kind, *items], [other_kind, *other_items] if kind == other_kind:
+            if len(items) != len(other_items):
+                return path
+            both = enumerate(zip(items, other_items, strict=True))
+            places = (_difference(item, its, tensors, f"{path}[{index}]") for index, (item, its) in both)
+            return next((place for place in places if place is not None), None)
+        case _:
+            return None if msgspec.msgpack.encode(one) == msgspec.msgpack.encode(other) else path  # bits and types
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    mine, its = (tensor.detach().cpu().contiguous() for tensor in (one, other))
+    return torch.equal(byte_view(mine), byte_view(its))
+
+
+def _mapped(value: Any, like: Any, change: Callable[[Any, Any], Any]) -> Any:
+    kind = type(value)
+    if isinstance(value, torch.Tensor) or kind is Known or kind is LocalPart:
         return change(value, like)
     if kind in (dict, OrderedDict):
         by_key = like if type(like) is kind else {}
@@ -93,13 +253,20 @@ def pack(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
 
     Args:
         value: scalars, strings, bytes, lists, tuples, sets, dicts (also OrderedDict and Counter) and tensors; no other
-            subclasses of these, because `unpack` could not recreate them. No DTensors: see `unplaced`.
+            subclasses of these, because `unpack` could not recreate them. A DTensor becomes a `LocalPart`.
         tensors: receives references to the tensors.
         path: location of the value in the user's object, for the error message.
 
     Raises:
         ConfigurationError: a value of another type, named by its path.
     """
+    if isinstance(value, torch.Tensor) and (problem := other_than_memory(local_of(value))) is not None:
+        raise ConfigurationError(
+            f"{path or 'the state'} is {problem}: keepstep restores tensors whose content is their own memory"
+        )
+    if type(value) is LocalPart or is_dtensor(value):
+        tensors.append(value.tensor if type(value) is LocalPart else local_of(value))
+        return ["part", len(tensors) - 1]
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return ["tensor", len(tensors) - 1]
@@ -107,6 +274,8 @@ def pack(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
         return pack(value.item(), tensors, path)
     if type(value) in _SCALARS:
         return _pack_scalar(value)
+    if type(value) is Known:
+        return ["known", value.name]
     name = _CONTAINERS.get(type(value))
     if name in ("dict", "ordered", "counter"):
         return [name, *([pack(k, tensors, path), pack(v, tensors, f"{path}[{k!r}]")] for k, v in value.items())]
@@ -149,6 +318,10 @@ def _unpack(plain: Any, tensors: list[torch.Tensor]) -> Any:
     match plain:
         case ["tensor", int(index)] if 0 <= index < len(tensors):
             return tensors[index]
+        case ["part", int(index)] if 0 <= index < len(tensors):
+            return LocalPart(tensors[index])
+        case ["known", str(name)]:
+            return Known(name)
         case ["float", str(text)]:
             return float(text)
         case ["int", str(text)]:

@@ -29,6 +29,9 @@ from keepstep.protocol.recovery.transitions import (
     ToStopping,
 )
 
+_TIMES_LOADED = 2
+"""So often a rank is restored to the same state: a mismatch may come from what the transfer met, but not twice."""
+
 
 class Stopping(RecoveryStage):
     """Lasts until all survivors are at safe points, all lost processes are gone, and each rank has a worker."""
@@ -104,6 +107,9 @@ class Stopping(RecoveryStage):
         record.stopped_s = record.stopped_s or now_s
         if (idle := job.generation - job.progress.last_generation) > job.settings.max_recoveries_without_progress:
             return ToRescuing(f"{idle} failures in a row without a completed step: {record.detail}")
+        causes = [each.cause for each in job.records[-_TIMES_LOADED:]]
+        if causes == [Cause.STATE] * _TIMES_LOADED and idle >= _TIMES_LOADED:
+            return ToRescuing(f"the state was loaded {_TIMES_LOADED} times and is not what was loaded: {record.detail}")
         if ended_early := verdicts.ended_early(job.roster):
             return ToEnded(ended_early)
         if record.num_exceptions == job.settings.world_size:

@@ -56,7 +56,7 @@ class Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class HostState(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`ProtectedState.step_state`, and whose it is."""
+    """`ProtectedState.shared_values`, and whose they are."""
 
     shards: tuple[str, ...]
     packed: Packed
@@ -72,6 +72,8 @@ class Content(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Optimizer state that is in no tensor, by ``optimizer/parameter``."""
     with_gradient: tuple[str, ...]
     modes: Modes
+    buffers: tuple[str, ...] = ()
+    """Names of those tensors that are buffers, without ``model/``."""
 
     def host_of(self, shard: str) -> HostState | None:
         """The host state of a shard; None if the shard has none of its own and the shards differ."""
@@ -83,7 +85,7 @@ def describe(state: ProtectedState, share: Share) -> tuple[Content, dict[str, to
     """This rank's part of a checkpoint: its content, and its tensors by name. The tensors are the live ones."""
     names = SavedNames(state)
     others: Named = []
-    host = _pack(tree.unplaced(state.step_state()), f"host/{share.rank}", others)
+    host = _pack(state.shared_values(), f"host/{share.rank}", others)
     scalars = {name: _pack(values, f"scalars/{name}", others) for name, values in names.scalars()}
     own = [block for block in names.live_blocks() if block.names[0] not in names.left_to_others]
     blocks = [*own, *Replicated().blocks(others)]
@@ -94,6 +96,7 @@ def describe(state: ProtectedState, share: Share) -> tuple[Content, dict[str, to
         scalars,
         tuple(names.of(parameters[index]) for index in state.gradient_marks()),
         names.modes(state.modes()),
+        tuple(names.of(name) for name, _buffer in state.buffers()),
     )
     return content, {block.names[0]: block.held.tensor for block in blocks}
 
@@ -157,11 +160,11 @@ class SavedNames:
 
     def scalars_here(self, content: Content, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[int, Any]]:
         """The saved `scalars` of this rank's parameters, in the form for `ProtectedState.load_host_state`."""
-        found: dict[str, dict[int, Any]] = {}
+        found: dict[str, dict[int, Any]] = {name: {} for name in self._state.optimizers}
         for name, packed in content.scalars.items():
             if name in self.indices:
                 optimizer, index = self.indices[name].rsplit("/", 1)
-                found.setdefault(optimizer, {})[int(index)] = packed.unpacked(tensors)
+                found[optimizer][int(index)] = packed.unpacked(tensors)
         return found
 
     def gradients_here(self, with_gradient: Iterable[str]) -> tuple[int, ...]:
@@ -172,7 +175,9 @@ class SavedNames:
     def modes(self, own: Modes) -> Modes:
         """Translates modes from this rank's names to those in the checkpoint."""
         evaluating, frozen = frozenset(map(self.of, own.evaluating)), frozenset(map(self.of, own.frozen))
-        return Modes(evaluating, frozen, None if own.written is None else frozenset(map(self.of, own.written)))
+        written = None if own.written is None else frozenset(map(self.of, own.written))
+        without_tensor, transient = frozenset(map(self.of, own.without_tensor)), frozenset(map(self.of, own.transient))
+        return Modes(evaluating, frozen, written, without_tensor, transient)
 
     def modes_here(self, modes: Modes) -> Modes:
         """Translates modes from the names in the checkpoint to those of this rank."""
@@ -182,4 +187,12 @@ class SavedNames:
             frozenset(own[name] for name in modes.evaluating if name in own),
             frozenset(trained[name] for name in modes.frozen if name in trained),
             None if modes.written is None else frozenset(trained[name] for name in modes.written if name in trained),
+            frozenset(self.buffers_here(modes.without_tensor).values()),
+            frozenset(self.buffers_here(modes.transient).values()),
         )
+
+    def buffers_here(self, names: Iterable[str]) -> dict[str, str]:
+        """Names of buffers in the checkpoint -> this rank's, for those in modules that this rank has."""
+        parts = {self.of(path.removesuffix(".")) for path, _part in self._state.parts()}
+        label = len(self.of(""))
+        return {name: name[label:] for name in names if name.rpartition(".")[0] in parts}

@@ -24,7 +24,13 @@ from keepstep.protocol.transfer.boxes import Box, whole
 from keepstep.weights.memory.blocks import NamedBlock, is_dtensor
 from keepstep.worker.state.dcp.content import Content, SavedNames
 from keepstep.worker.state.dcp.writing import CHECKSUMS, CONTENT, METADATA, checksum_of
-from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
+from keepstep.worker.state.layout import (
+    TensorHeader,
+    check_restored,
+    check_same_layout,
+    check_same_objects,
+    headers_of,
+)
 from keepstep.worker.state.protected import ProtectedState
 
 
@@ -134,6 +140,7 @@ class StateReader:
         self._host = host.packed
         forms = {name: torch.empty(0) for name in self._host.tensors}
         check_same_objects(state, self._host.unpacked(forms), source)
+        self._buffers = self._names.buffers_here(content.buffers)
         self._check_model(source)
         scalars = (packed for name, packed in content.scalars.items() if name in self._names.indices)
         others = [name for packed in (self._host, *scalars) for name in packed.tensors]
@@ -144,19 +151,39 @@ class StateReader:
         """The tensors of modules must have the same names, dtypes and whole shapes; the blocks may differ."""
         own = _models(headers_of(self._names.live_blocks()))
         theirs = _models(self._headers.values())
+        saved = {f"model/{name}" for name in self._saved.content.buffers}
+        mine = {f"model/{self._names.of(name)}": name for name, _buffer in self._state.buffers()}
+        for name in saved & mine.keys():  # a forward may create and resize them
+            if own[name].dtype == theirs[name].dtype and not (own[name].is_dtensor or theirs[name].is_dtensor):
+                del own[name], theirs[name]
+        for name in (saved & theirs.keys()) - mine.keys():
+            if self._buffers.get(name.removeprefix("model/")) is not None:
+                del theirs[name]
+        none = {f"model/{name}" for name in self._saved.content.modes.without_tensor}
+        for name in mine.keys() & own.keys():
+            if name in none or mine[name] not in self._state.first_buffers:
+                own.pop(name)
         if self._state.has_stages or self._state.label:  # each rank holds only some of the tensors
             theirs = {name: header for name, header in theirs.items() if name in own}
         order = dict.fromkeys((*theirs, *own))  # the order of the stages in the checkpoint does not matter
         check_same_layout([own[name] for name in order if name in own], list(theirs.values()), source)
 
     def _live(self) -> dict[str, _Wanted]:
+        """Parameters and buffers. A buffer of another form than here is read into new memory."""
         blocks = self._state.layout.blocks(
             [(f"model/{self._names.of(name)}", t) for name, t in (*self._state.parameters(), *self._state.buffers())]
         )
-        return {
+        found = {
             block.names[0]: _Wanted(header, block.held.tensor)
             for block, header in zip(blocks, headers_of(blocks), strict=True)
         }
+        buffers = {f"model/{self._names.of(name)}" for name, _buffer in self._state.buffers()}
+        for name in buffers - {f"model/{name}" for name in self._buffers}:
+            del found[name]
+        for saved in (self._headers[f"model/{name}"] for name in self._buffers):
+            if saved.name not in found or found[saved.name].header.whole != saved.whole:
+                found[saved.name] = _Wanted(_as_whole(saved), None)
+        return found
 
     def _optimizer(self, source: str) -> dict[str, _Wanted]:
         """Optimizer state of this rank's parameters. If it was sharded like its parameter, it is again."""
@@ -202,15 +229,22 @@ class StateReader:
         self._saved.read({name: (wanted.header.box, tensors[name]) for name, wanted in self._wanted.items()})
         state, content = self._state, self._saved.content
         state.drop_optimizer_state()
+        placed = []
         for name, wanted in self._wanted.items():
             if name.startswith("optimizer/"):
                 place, _, key = name.removeprefix("optimizer/").rpartition("/")
                 indexed = f"{self._names.indices[place]}/{key}"
                 state.place_optimizer_tensor(indexed, tensors[name], as_dtensor=wanted.header.is_dtensor)
-        host: dict[str, Any] = self._host.unpacked(tensors)
-        state.load_host_state(host | {"scalars": self._names.scalars_here(content, tensors)})
+                placed.append(indexed)
+        modes = self._names.modes_here(content.modes)
+        saved = {own: f"model/{name}" for name, own in self._buffers.items()}
+        new = {own: tensors[name] for own, name in saved.items() if self._wanted[name].live is None}
+        state.place_buffers(saved, new, modes)
+        host: dict[str, Any] = self._host.unpacked(tensors) | {"scalars": self._names.scalars_here(content, tensors)}
+        state.load_host_state(host)
         state.place_gradients(self._names.gradients_here(content.with_gradient))
-        state.place_modes(self._names.modes_here(content.modes))
+        state.place_modes(modes)
+        check_restored(state, host, placed)
 
 
 def _models(headers: Iterable[TensorHeader]) -> dict[str, TensorHeader]:

@@ -114,7 +114,13 @@ def _joined(one: Modes, other: Modes) -> Modes:
     """The union of two ranks' modes. Parameters that the script writes to are known only if both ranks know them."""
     is_known = one.written is not None and other.written is not None
     written = (one.written or frozenset()) | (other.written or frozenset()) if is_known else None
-    return Modes(one.evaluating | other.evaluating, one.frozen | other.frozen, written)
+    return Modes(
+        one.evaluating | other.evaluating,
+        one.frozen | other.frozen,
+        written,
+        one.without_tensor | other.without_tensor,
+        one.transient | other.transient,
+    )
 
 
 def checksum_of(file: Path) -> str:
@@ -171,6 +177,7 @@ class _Merged:
             before.scalars | own.scalars,
             tuple(dict.fromkeys((*before.with_gradient, *own.with_gradient))),
             _joined(before.modes, own.modes),
+            tuple(dict.fromkeys((*before.buffers, *own.buffers))),
         )
         self.ranks.append(part.rank)
         self._checksums |= {file: checksum for file, checksum in part.checksums.items() if file != name}
