@@ -308,7 +308,7 @@ def check_restored(state: ProtectedState, host: dict[str, Any], optimizer: Itera
     wanted, own = dict(_host_values(host)), dict(_host_values(state.host_state()))
     tensors = {name for name, _tensor in state.optimizer_tensors()}
     places = sorted((own.keys() ^ wanted.keys()) | tensors.symmetric_difference(optimizer))
-    for name in own.keys() & wanted.keys():
+    for name in (name for name in own if name in wanted):
         if (place := tree.difference(own[name], wanted[name])) is not None:
             places.append(name + place)
     if places:

@@ -210,7 +210,7 @@ def _difference(one: Any, other: Any, tensors: tuple[list[torch.Tensor], list[to
         case [("dict" | "ordered" | "counter") as kind, *pairs], [other_kind, *other_pairs] if kind == other_kind:
             mine = {msgspec.msgpack.encode(key): (key, value) for key, value in pairs}
             theirs = {msgspec.msgpack.encode(key): (key, value) for key, value in other_pairs}
-            for encoded in mine.keys() | theirs.keys():
+            for encoded in dict.fromkeys((*mine, *theirs)):
                 side, (key, _value) = (0, mine[encoded]) if encoded in mine else (1, theirs[encoded])
                 place = f"{path}[{unpack(key, tensors[side])!r}]"
                 if encoded not in mine or encoded not in theirs:

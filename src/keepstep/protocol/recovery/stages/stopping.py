@@ -30,7 +30,8 @@ from keepstep.protocol.recovery.transitions import (
 )
 
 _TIMES_LOADED = 2
-"""So often a rank is restored to the same state: a mismatch may come from what the transfer met, but not twice."""
+"""So often the state is loaded before the next step is completed: a mismatch may come from what the transfer met, but
+not twice."""
 
 
 class Stopping(RecoveryStage):
@@ -107,8 +108,8 @@ class Stopping(RecoveryStage):
         record.stopped_s = record.stopped_s or now_s
         if (idle := job.generation - job.progress.last_generation) > job.settings.max_recoveries_without_progress:
             return ToRescuing(f"{idle} failures in a row without a completed step: {record.detail}")
-        causes = [each.cause for each in job.records[-_TIMES_LOADED:]]
-        if causes == [Cause.STATE] * _TIMES_LOADED and idle >= _TIMES_LOADED:
+        since = (each.cause for each in job.records if each.generation > job.progress.last_generation)
+        if sum(cause == Cause.STATE for cause in since) >= _TIMES_LOADED:
             return ToRescuing(f"the state was loaded {_TIMES_LOADED} times and is not what was loaded: {record.detail}")
         if ended_early := verdicts.ended_early(job.roster):
             return ToEnded(ended_early)
