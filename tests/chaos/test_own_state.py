@@ -1,4 +1,4 @@
-"""State that only the objects themselves know of, in real jobs: whatever fails, it is that of a run without failures."""
+"""State that only the objects themselves know of, in real jobs with failures: the same as in a run without them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def test_a_kill_in_each_phase(tmp_path: Path, flags: list[str]) -> None:
 
 def test_a_load_that_gives_something_else_is_repeated(tmp_path: Path) -> None:
     faults = "kill@step=5,phase=backward,rank=1"
-    code, result, output = drill(tmp_path, "--nproc-per-node", 2, "--faults", faults, OWN, "--steps", 10, "--forgets", 1)
+    code, result, output = drill(
+        tmp_path, "--nproc-per-node", 2, "--faults", faults, OWN, "--steps", 10, "--forgets", 1
+    )
     assert code == 0, output
     assert [recovery["cause"] for recovery in result["recoveries"]] == ["signal", "state differs"]
 
