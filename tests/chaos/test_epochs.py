@@ -36,10 +36,11 @@ def test_two_ranks_at_once(tmp_path: Path) -> None:
     assert result["identical"]
 
 
-def test_a_stream_of_which_each_rank_reads_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--datasets"]], ids=["its own dataset", "Hugging Face's, several epochs"])
+def test_a_stream_of_which_each_rank_reads_its_own(tmp_path: Path, flags: list[str]) -> None:
     faults, _num_steps = in_every_phase(3)
     ranks = ("--nproc-per-node", 3, "--spares", 1)
-    code, result, output = drill(tmp_path, *ranks, "--faults", faults, SCRIPTS / "stream.py")
+    code, result, output = drill(tmp_path, *ranks, "--faults", faults, SCRIPTS / "stream.py", *flags)
     assert code == 0, output
     assert result["identical"]
     assert result["missed"] == []

@@ -1,8 +1,11 @@
 """A dataset that can only be read from the front, and each rank reads another one.
 
-Usage: keepstep run --nproc-per-node 3 tests/scripts/stream.py
+Usage: keepstep run --nproc-per-node 3 tests/scripts/stream.py [--datasets]
+
+``--datasets``: of Hugging Face's datasets, and so short that there are several epochs.
 """
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,9 +38,23 @@ class Stream(IterableDataset[torch.Tensor]):
         self.position = content["position"]
 
 
+def streamed() -> Any:
+    from datasets import Dataset
+
+    numbers = range(session.rank, 24 * session.world_size, session.world_size)
+    return Dataset.from_dict({"x": [[number / 100] * 8 for number in numbers]}).to_iterable_dataset(num_shards=4)
+
+
+def collated(rows: list[Any]) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(row["x"]) + 0.1 * torch.rand(8) for row in rows])
+
+
 model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1)))
 optimizer = torch.optim.AdamW(model.parameters())
-loader = DataLoader(Stream(), batch_size=4)
+if "--datasets" in sys.argv:
+    loader = DataLoader(streamed(), batch_size=4, collate_fn=collated)
+else:
+    loader = DataLoader(Stream(), batch_size=4)
 batches = session.batches(loader, steps=40, accumulate=2)
 session.protect(model=model, optimizer=optimizer)
 for step, (first, second) in batches:

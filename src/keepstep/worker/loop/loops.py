@@ -137,7 +137,7 @@ class Loops(abc.ABC):
 
     def _stream(self, loader: Any, num_steps: int, accumulate: int, start: int) -> Batches:
         _check_start("batches", start, num_steps)
-        own = self.state("batches", per_rank=True, position={})
+        own = self.state("batches", per_rank=True, position={}, generators=[], epoch=None, begins_as_loaded=None)
         reading = StreamReading(loader, num_steps, accumulate, own, self._seed, lambda: self.data_rank)
         return Batches(reading, lambda num_steps: self._loop(num_steps, start, self._begin_stream))
 
