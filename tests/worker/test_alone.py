@@ -115,3 +115,21 @@ def test_values_of_the_script(tmp_path: Path) -> None:
         command = [sys.executable, *map(str, arguments), steps]
         run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert run.returncode == 0, run.stderr
+
+
+FORGOTTEN = """
+import keepstep, torch
+
+session = keepstep.init()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+session.protect(model=model, optimizer=optimizer)
+print(len(list(session.steps(0))))
+"""
+
+
+def test_a_scheduler_that_is_not_protected_is_named_before_the_first_step() -> None:
+    run = subprocess.run([sys.executable, "-c", FORGOTTEN], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == "0\n"
+    assert "keepstep: StepLR of 'optimizer' is not protected: in a process that replaces a rank it begins" in run.stderr

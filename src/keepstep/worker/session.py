@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +47,7 @@ from keepstep.worker.parking import take_parked
 from keepstep.worker.publication import StepPublication, Voice
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.checkpoint import Checkpoints
+from keepstep.worker.state.forgotten import forgotten
 from keepstep.worker.state.layout import compare_replicas
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rng import seed_generators, seed_start_up, seed_step
@@ -447,6 +449,7 @@ class Session(Loops):
         if self._coordination.phase is Phase.STARTING:
             assert self._state is not None
             self._state.check()  # the script may have changed its modules since protect()
+            self._tell_of_forgotten()
             self._check_replicas(start)
             if self._exchange is not None:
                 self._exchange.end()
@@ -463,6 +466,21 @@ class Session(Loops):
         if self.world_size == 1 or membership is None or self._recovery is None or self.generation > 1:
             return False  # also not in a later generation: a job that already trains goes on as long as it can
         return self._recovery.takes_snapshots and bool(lone_shards(membership))
+
+    def _tell_of_forgotten(self) -> None:
+        """Warns on rank 0, as the job begins, of objects with a state that was not given to `protect`."""
+        if self._coordination.machine.rank != 0 or self.generation != 1 or self._state is None:
+            return
+        found: list[str] = []
+        with contextlib.suppress(Exception):  # it looks into objects of any kind, and no job ends for a warning
+            found = forgotten(self._state)
+        for what in dict.fromkeys(found):
+            print(
+                f"keepstep: {what} is not protected: in a process that replaces a rank it begins anew, and the ranks "
+                "then differ. Give it to protect(), too",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _check_replicas(self, start: int) -> None:
         """Compares this rank's initial state with its replicas', while all ranks start together."""
