@@ -34,3 +34,16 @@ def test_a_load_that_gives_something_else_again_ends_the_job_and_saves_what_the_
     assert code == 76, err
     assert "rank 1: optimizer['state']['all']['t'] is not what was restored" in err
     assert len(list(tmp_path.glob("keepstep-rescue-step5-rank0-*"))) == 1
+
+
+def test_what_torch_saves_is_compared_as_well(tmp_path: Path) -> None:
+    """Whatever keepstep takes for the state: here an object hides a number from it."""
+    job = ("--nproc-per-node", 2, "--faults", "none", "--run-dir", tmp_path / "runs", OWN, "--steps", 3)
+    code, result, output = drill(tmp_path, *job)
+    assert (code, result["state_dicts"]) == (0, None), output
+    assert list((tmp_path / "runs" / "reference").glob("state_dicts")) == [], "what is equal is not kept"
+    code, result, output = drill(tmp_path, *job, "--hides")
+    assert code == 1, output
+    assert result["reference_digest"] == result["digest"]
+    assert result["state_dicts"].startswith("rank0.pt: ['hidden']['n'] is ")
+    assert result["explanation"]["kind"] == "a state_dict() differs, and no record of keepstep's"

@@ -65,7 +65,7 @@ def test_what_the_step_after_the_resume_step_computed_points_to_unprotected_stat
         "optimizer/0/exp_avg and 1 more",
         "the last fault before it: kill@step=2,phase=backward,rank=1",
     )
-    assert "resumed at step 2 from the right state, and step 2 computed something else" in found.sentences[2]
+    assert "resumed at step 2 with its protected state intact, and step 2 computed something else" in found.sentences[2]
     assert "--faults none" in found.sentences[3]
 
 

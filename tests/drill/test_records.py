@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.drill import records
-from keepstep.drill.records import FINISHED, FOLDER, StateRecorder, StepState, read_states
+from keepstep.drill.records import FINISHED, FOLDER, STATE_DICTS, StateRecorder, StepState, read_states
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.worker import WorkerMachine
 from keepstep.worker.state import digests
@@ -17,11 +17,18 @@ class Worker:
     def __init__(self, worker: int, rank: int, run_dir: Path, step: int = 0) -> None:
         self.machine = WorkerMachine(worker, 4711, rank)
         self.machine.steps.restored(step)
+        self.fails = False
         self.state: dict[str, str] = {"model.weight": "a"}
         self.recorder = StateRecorder(self, run_dir)
 
     def digests(self) -> dict[str, str]:
         return dict(self.state)
+
+    def save_state_dicts(self, path: Path) -> None:
+        if self.fails:
+            path.write_text("half")
+            raise OSError("no space left on device")
+        path.write_text(str(self.state))
 
     def move(self, *events: StepEvent) -> None:
         for event in events:
@@ -55,6 +62,20 @@ def test_a_state_is_recorded_once_at_the_start_of_each_step_and_after_the_last(t
     assert list(states) == [1]
     assert weights(states[1]) == {0: ("a",), 1: ("b",), 2: ("c",)}
     assert [state.at_s for state in states[1].values()] == [0.0, 1.0, 2.0]
+
+
+def test_torch_saves_the_last_state_and_a_full_disk_ends_no_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers = [Worker(rank, rank, tmp_path) for rank in (0, 1)]
+    workers[1].fails = True
+    for worker in workers:
+        worker.step("b")
+        worker.recorder.observe(FINISHED)
+    assert {path.name: path.read_text() for path in (tmp_path / STATE_DICTS).iterdir()} == {
+        "rank0.pt": "{'model.weight': 'b'}"
+    }
+    assert "keepstep drill: rank1.pt was not saved: no space left on device" in capsys.readouterr().err
 
 
 def test_moments_of_other_threads_and_of_a_recovery_record_nothing(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import argparse
 import os
 import random
 import signal
+import sys
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--sharded", action="store_true", help="FSDP2 in place of DDP")
 parser.add_argument("--forgets", type=int, help="the optimizer's load_state_dict() drops a number so often, on rank 1")
 parser.add_argument("--kill-at", type=int, help="rank 1 is killed in its backward of this step")
+parser.add_argument("--hides", action="store_true", help="an object says other things in state_dict() at other times")
 arguments = parser.parse_args()
 
 
@@ -102,6 +104,20 @@ class Masters(torch.optim.Optimizer):
             parameter.copy_(master)
 
 
+class Hidden:
+    """Says something else when it is not keepstep that wants to restore it."""
+
+    def state_dict(self) -> dict[str, int]:
+        frame, names = sys._getframe(), []
+        while frame.f_back is not None:
+            frame = frame.f_back
+            names.append(frame.f_code.co_name)
+        return {"n": os.getpid() if "state_dicts" in names else 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
 session = keepstep.init(seed=3)
 network: nn.Module = nn.Sequential(Noisy(), nn.Tanh(), Scaled())
 if arguments.sharded:
@@ -116,6 +132,7 @@ session.protect(
     noise=noise,
     masks=masks,
     draws=draws,
+    **({"hidden": Hidden()} if arguments.hides else {}),
     snapshot_every=3 if arguments.sharded else "off",
 )
 for step in session.steps(arguments.steps):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.agent.settings import AgentSettings
-from keepstep.drill.explanation import RecordedRun, explain
+from keepstep.drill.explanation import Explanation, RecordedRun, explain, unrecorded
 from keepstep.drill.faults import DrillFault, fired_at, write_plan
 from keepstep.drill.files import compare_files
 from keepstep.drill.outside_injector import OutsideInjector
-from keepstep.drill.records import HOLDS_NAN, States, read_states
+from keepstep.drill.records import HOLDS_NAN, STATE_DICTS, States, read_states
+from keepstep.drill.saved import compare_folders
 from keepstep.drill.workdir import make_working_dir
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.job import Job, JobOptions, run_job
@@ -127,8 +129,13 @@ def run_drill(options: JobOptions, drill: Drill, on_progress: OnProgress, folder
     if not first.report["digests"]:
         raise DrillFailed(f"the run without failures has no last state to compare: {first.report['reason']}")
     second = _run(options, folder / drill.second, drill, on_progress)
+    saved = [folder / name / STATE_DICTS for name in (REFERENCE, drill.second)]
+    difference = compare_folders(*saved)
+    if difference is None:  # they may be as large as the state of all ranks
+        for each in saved:
+            shutil.rmtree(each)
     files = compare_files(folder / REFERENCE / WORKING_DIR, folder / drill.second / WORKING_DIR, drill.patterns)
-    return _compare(first, second, drill.faults, folder / drill.second) | {
+    return _compare(first, second, drill.faults, folder / drill.second, difference) | {
         "files": [dataclasses.asdict(file) for file in files]
     }
 
@@ -168,7 +175,9 @@ def _in_its_own_place(agent: AgentSettings, working_dir: Path, patterns: tuple[s
     return dataclasses.replace(agent, command=(script, *arguments), working_dir=working_dir)
 
 
-def _compare(first: DrillRun, second: DrillRun, faults: list[DrillFault], directory: Path) -> dict[str, Any]:
+def _compare(
+    first: DrillRun, second: DrillRun, faults: list[DrillFault], directory: Path, difference: str | None
+) -> dict[str, Any]:
     outside = second.injector.fired
     rows = [_row(fault, at_s, rank, second.records) for fault, at_s, rank in outside]
     missed = []
@@ -183,10 +192,15 @@ def _compare(first: DrillRun, second: DrillRun, faults: list[DrillFault], direct
             missed.append(f"{fault} ({came} of {fault.count} happened)")
     rows.sort(key=lambda row: row["at_s"])
     is_through = second.report["exit_code"] == 0 and bool(second.report["digests"])
-    identical = is_through and first.digest == second.digest and first.replicas_agree
-    explanation = None if identical else explain(first.recorded, second.recorded, rows)
+    is_equal = is_through and first.digest == second.digest and first.replicas_agree
+    identical = is_equal and difference is None
+    if is_equal and difference is not None:
+        explanation: Explanation | None = unrecorded(difference)
+    else:
+        explanation = None if identical else explain(first.recorded, second.recorded, rows)
     return {
         "identical": identical,
+        "state_dicts": difference,
         "reference_digest": first.digest,
         "digest": second.digest,
         "exit_code": second.report["exit_code"],

@@ -26,6 +26,7 @@ class Kind(enum.StrEnum):
     SCRIPT = "script not deterministic"
     RESUMED = "resumed from another state"
     COMPUTED = "computed differently"
+    UNRECORDED = "a state_dict() differs, and no record of keepstep's"
     UNFINISHED = "steps not iterated to their end"
     UNKNOWN = "unknown"
 
@@ -115,6 +116,15 @@ def explain(first: RecordedRun, second: RecordedRun, faults: Sequence[Mapping[st
     return _after_fault(where, found, before[-1])
 
 
+def unrecorded(difference: str) -> Explanation:
+    """Explains two runs whose records and digests are equal, while what torch has saved of their ranks is not."""
+    text = (
+        f"What torch saves of the ranks' objects after the last step differs: {difference}. All that keepstep takes "
+        "for their state is the same: please report this"
+    )
+    return Explanation(Kind.UNRECORDED, (text,))
+
+
 def first_difference(first: States, second: States) -> Difference | None:
     """Returns the first step that a rank began from different states in the two runs; None if there is none."""
     for step in _steps_of(second):
@@ -188,9 +198,9 @@ def _after_fault(where: str, found: Difference, fault: Mapping[str, Any]) -> Exp
         )
         return Explanation(Kind.RESUMED, (where, after, hint, doubt), found, name)
     hint = (
-        f"The job resumed at step {resume_step} from the right state, and step {found.step - 1} computed something "
-        "else: it depends on something that protect() was not given (a counter, a best value, a random generator of "
-        "the script's own, an iterator that was not recreated), which starts over in a replacement."
+        f"The job resumed at step {resume_step} with its protected state intact, and step {found.step - 1} computed "
+        "something else: it depends on something that protect() was not given (a counter, a best value, a random "
+        "generator of the script's own, an iterator that was not recreated), which starts over in a replacement."
     )
     return Explanation(Kind.COMPUTED, (where, after, hint, doubt), found, name)
 

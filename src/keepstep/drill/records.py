@@ -1,5 +1,8 @@
 """Records of each rank's state at every step of a run. Workers write them; the drill reads them after the run.
 
+After the last step torch itself saves each rank's ``state_dict()``s as well: what these say is compared value by value,
+whatever keepstep takes for the state.
+
 Each worker appends one line for each state to its own file, so that a killed worker leaves complete lines.
 """
 
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +25,8 @@ FOLDER = "states"
 """Folder of the records below a run's folder."""
 FINISHED = "finished"
 """The moment after the last step, as `keepstep.worker.session.Session` names it to its observer."""
+STATE_DICTS = "state_dicts"
+"""Folder, below a run's folder, of what torch saves of each rank's objects after the last step."""
 
 HOLDS_NAN = "nan"
 """Prefix of the digest of a tensor that holds NaN, from `keepstep.worker.state.digests`."""
@@ -65,6 +71,7 @@ class StateSource(Protocol):
 
     machine: WorkerMachine
     digests: Callable[[], dict[str, str]]
+    save_state_dicts: Callable[[Path], None]
 
 
 class StateRecorder:
@@ -72,6 +79,8 @@ class StateRecorder:
 
     def __init__(self, worker: StateSource, run_dir: Path) -> None:
         self._worker = worker
+        self._state_dicts = run_dir / STATE_DICTS
+        self._state_dicts.mkdir(exist_ok=True)
         (run_dir / FOLDER).mkdir(exist_ok=True)
         path = run_dir / FOLDER / str(worker.machine.worker)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -86,8 +95,19 @@ class StateRecorder:
         """
         if moment == FINISHED or (moment == Phase.FORWARD and self._is_between_steps):
             self._record()
+        if moment == FINISHED:
+            self._save()
         if moment in list(Phase):
             self._is_between_steps = moment in (Phase.UPDATED, Phase.STARTING)
+
+    def _save(self) -> None:
+        """Has torch save the rank's last state. A failure is told, and seen when the drill compares."""
+        path = self._state_dicts / f"rank{self._worker.machine.rank}.pt"
+        try:
+            self._worker.save_state_dicts(path)
+        except (OSError, RuntimeError) as error:
+            path.unlink(missing_ok=True)
+            print(f"keepstep drill: {path.name} was not saved: {error}", file=sys.stderr, flush=True)
 
     def _record(self) -> None:
         machine = self._worker.machine

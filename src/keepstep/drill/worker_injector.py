@@ -37,6 +37,7 @@ class Observed(Protocol):
 
     observe: Callable[[str], None]
     digests: Callable[[], dict[str, str]]
+    save_state_dicts: Callable[[Path], None]
     machine: WorkerMachine
     page: TagWriter
 

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeAlias
 
@@ -78,6 +79,8 @@ class Coordination:
         """Returns the second copies that this worker keeps for other ranks. Called by the training thread."""
         self.digests: Callable[[], dict[str, str]] = dict
         """Returns digests of all protected state by name. Drills call it in the training thread."""
+        self.save_state_dicts: Callable[[Path], None] = lambda path: None
+        """Has torch save the ``state_dict()`` of each protected object. Drills call it in the training thread."""
         self.broken = CancelToken()
         """Set by any thread after it has closed the groups. Cancels the transfer of state."""
         self.break_off: Callable[[], None] = lambda: None

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, assert_never
 
+import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -67,6 +68,7 @@ class Recovery:
         if snapshots is not None:
             coordination.second_copies = snapshots.second_copies
         coordination.digests = lambda: named_digests(state)
+        coordination.save_state_dicts = lambda path: torch.save(state.state_dicts(), path)
         coordination.missing_values.protected = lambda: (tensor for _name, tensor in state.live_tensors())
 
     @property
