@@ -91,10 +91,6 @@ def streamed(**shuffled: int) -> Any:
     return (data.shuffle(**shuffled) if shuffled else data).with_format("torch")
 
 
-def mapped() -> Any:
-    return plain_text().to_iterable_dataset(num_shards=4).map(lambda row: {"y": row["x"] * 2}).with_format("torch")
-
-
 def rows() -> Iterator[dict[str, list[float]]]:
     yield from ({"x": [number / 24.0]} for number in range(24))
 
@@ -199,10 +195,9 @@ def test_what_the_script_draws_does_not_depend_on_a_repetition() -> None:
     [
         lambda: DataLoader(streamed(seed=0, buffer_size=8), batch_size=2),
         lambda: StatefulDataLoader(streamed(seed=0, buffer_size=8), batch_size=2),
-        lambda: DataLoader(mapped(), batch_size=3),
         lambda: DataLoader(Forgets(9), batch_size=2),
     ],
-    ids=["a shuffle buffer", "a shuffle buffer under torchdata", "chunks of a map", "a state that says nothing"],
+    ids=["a shuffle buffer", "a shuffle buffer under torchdata", "a state that says nothing"],
 )
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.15
 def test_a_loader_that_does_not_go_on_where_its_state_says_is_refused(make: Callable[[], Any]) -> None:
