@@ -98,6 +98,78 @@ def hooked(parameters: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Wraps another optimizer, and has never called ``Optimizer.__init__()``, as schedulefree's does."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner, self.steps = torch.optim.SGD(parameters, lr=0.1, momentum=0.9), 0
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]  # an attribute of Optimizer's
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # an attribute of Optimizer's
+        return self.inner.state
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]  # an attribute of Optimizer's
+        return self.inner.defaults
+
+    def state_dict(self) -> Any:
+        return {**self.inner.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.steps = state["steps"]
+        self.inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        self.inner.step()
+
+
+class Shares(torch.optim.Optimizer):
+    """Its parameters share one tensor in its state, and it describes itself; its groups hold a dtype."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "dtype": torch.bfloat16})
+        self.count = torch.zeros(1)
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count.copy_(state["count"])
+        super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("step", self.count)
+            self.state[parameter]["factors"] = [torch.arange(6.0).reshape(2, 3).t()]
+            parameter.sub_(1 / self.count)
+
+
+class SharesOnce(torch.optim.Optimizer):
+    """Its parameters share one tensor, which nothing else holds."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        first, *others = self.param_groups[0]["params"]
+        count = self.state[first].setdefault("step", torch.zeros(1))
+        count += 1
+        first.sub_(1 / count)
+        for parameter in others:
+            parameter.sub_(1 / self.state[parameter].setdefault("step", count))
+
+
 class Counter(nn.Linear):
     count = 0
 
@@ -244,6 +316,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.Opti
     "masters": (linear, Masters, torch.bfloat16),
     "masters in place": (linear, InPlace, torch.bfloat16),
     "values of parameters": (linear, Listed, torch.float32),
+    "a wrapper": (linear, Wrapper, torch.float32),
+    "a shared tensor": (linear, Shares, torch.float32),
+    "a tensor that parameters share": (linear, SharesOnce, torch.float32),
     "an optimizer's hook": (linear, hooked, torch.float32),
     "extra state": (Counter, sgd, torch.float32),
     "_save_to_state_dict": (Saves, sgd, torch.float32),
@@ -292,6 +367,14 @@ def test_a_forward_is_undone(name: str) -> None:
         assert are_equal(said(objects), before)
         assert all(buffer is live[key] for key, buffer in objects["model"].named_buffers())
         trained(objects, 1)
+
+
+def test_a_tensor_in_a_value_keeps_its_strides() -> None:
+    """Some kernels compute other bits from a tensor with other strides."""
+    source, target = trained(made(linear, Shares, torch.float32), 1), made(linear, Shares, torch.float32)
+    restored(ProtectedState(source), ProtectedState(target))
+    strides = {state["factors"][0].stride() for state in target["optimizer"].state.values()}
+    assert strides == {(1, 3)}
 
 
 def test_what_an_optimizer_holds_itself_keeps_its_place() -> None:

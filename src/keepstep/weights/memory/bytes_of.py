@@ -84,6 +84,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def as_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its elements fill one run of memory; else a contiguous copy.
+
+    The order of dimensions counts: some kernels compute other bits from a tensor with other strides.
+    """
+    return tensor if is_dense(tensor) else tensor.contiguous()
+
+
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory as a flat uint8 tensor, shape [bytes]; writing to it writes the tensor.
 

@@ -160,14 +160,15 @@ class OwnOptimizerState:
 
     @property
     def _describes_itself(self) -> bool:
-        hooks = self._optimizer._optimizer_state_dict_pre_hooks or self._optimizer._optimizer_state_dict_post_hooks
-        return bool(hooks) or _overrides(self._optimizer, torch.optim.Optimizer, "state_dict")
+        optimizer = self._optimizer
+        hooked = _has_any(optimizer, "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+        return hooked or _overrides(optimizer, torch.optim.Optimizer, "state_dict")
 
     @property
     def _loads_itself(self) -> bool:
         optimizer = self._optimizer
-        hooks = optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
-        return bool(hooks) or _overrides(optimizer, torch.optim.Optimizer, "load_state_dict")
+        hooked = _has_any(optimizer, "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+        return hooked or _overrides(optimizer, torch.optim.Optimizer, "load_state_dict")
 
     def read(self, known: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> dict[str, Any]:
         """Reads it. Nothing is copied.
@@ -177,7 +178,8 @@ class OwnOptimizerState:
                 `tree.Known`.
 
         Returns:
-            "state": the state under keys that are no parameters; "own": what its ``state_dict()`` says.
+            "state": the state under keys that are no parameters; "shared": names of tensors that are the same one as an
+            earlier tensor, whose name it is; "own": what its ``state_dict()`` says.
 
         Raises:
             ConfigurationError: it has state under a tensor that is no parameter of it.
@@ -191,10 +193,18 @@ class OwnOptimizerState:
                     "of it: keep what belongs to no parameter under a text in optimizer.state"
                 )
         found: dict[str, Any] = {"state": state} if state else {}
+        first: dict[int, str] = {}
+        named = [(name, tensor) for name, tensor in known() if name.startswith(f"{self._name}/")]
+        shared = {name: own for name, tensor in named if (own := first.setdefault(id(tensor), name)) != name}
+        if shared:
+            found["shared"] = shared
         if self._describes_itself:
-            names = {_memory_of(tensor): name for name, tensor in known()}
-            own = self._optimizer.state_dict()
-            found["own"] = tree.changed(own, lambda tensor: _known_or_detached(tensor, names))
+            names: dict[tuple[object, ...], str] = {}
+            for name, tensor in known():
+                names.setdefault(_memory_of(tensor), name)
+            found["own"] = tree.changed(
+                self._optimizer.state_dict(), lambda leaf, _its: _known_or_detached(leaf, names)
+            )
         return found
 
     def check(self) -> None:
@@ -235,10 +245,12 @@ class OwnOptimizerState:
         for key, value in state.items():
             live = live_state.get(key)
             live_state[key] = tree.put_into(live, tree.placed(value, live))
+        for name, first in found.get("shared", {}).items():
+            self._replace(name, known[first], known)
         if "own" not in found or not self._describes_itself:
             return False
         live = optimizer.state_dict()
-        own = tree.changed(found["own"], lambda leaf: known[leaf.name] if isinstance(leaf, tree.Known) else leaf)
+        own = tree.changed(found["own"], lambda leaf, its: self._resolved(leaf, its, known), live)
         whole = tree.put_into(live, tree.placed(own, live))
         if not self._loads_itself:
             return False
@@ -252,10 +264,35 @@ class OwnOptimizerState:
             optimizer.state[parameter].update({k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
         return True
 
+    def _replace(self, name: str, tensor: torch.Tensor, known: dict[str, torch.Tensor]) -> None:
+        """Puts another tensor in the place of one in the state, and of all that are the same one."""
+        old, live_state = known[name], self._optimizer.state
+        for values in live_state.values():
+            if isinstance(values, dict):
+                values.update({key: tensor for key, value in values.items() if value is old})
+        known.update({other: tensor for other, value in known.items() if value is old})
+
+    def _resolved(self, leaf: Any, its: Any, known: dict[str, torch.Tensor]) -> Any:
+        """The tensor for a `tree.Known`. If the optimizer holds one of its own there, that becomes the known one."""
+        if not isinstance(leaf, tree.Known):
+            return leaf
+        tensor = known[leaf.name]
+        is_state = leaf.name.startswith(f"{self._name}/")
+        if is_state and isinstance(its, torch.Tensor) and _memory_of(its) != _memory_of(tensor):
+            with torch.no_grad():
+                local_of(its).copy_(local_of(tensor))
+            self._replace(leaf.name, its, known)
+        return known[leaf.name]
+
 
 def _known_or_detached(tensor: Any, names: dict[tuple[object, ...], str]) -> Any:
     name = names.get(_memory_of(tensor))
     return tree.Known(name) if name is not None else tensor.detach()
+
+
+def _has_any(optimizer: torch.optim.Optimizer, *hooks: str) -> bool:
+    """Whether it has hooks. One that wraps another may never have called ``Optimizer.__init__()``."""
+    return any(getattr(optimizer, kind, None) for kind in hooks)
 
 
 def _overrides(thing: object, base: type, *methods: str) -> bool:

@@ -11,7 +11,7 @@ import torch
 from keepstep.errors import ConfigurationError, StateMismatch, UsageError
 from keepstep.typenames import is_named
 from keepstep.weights.memory.blocks import NamedBlock, is_dtensor, local_of
-from keepstep.weights.memory.bytes_of import digest_of, is_dense
+from keepstep.weights.memory.bytes_of import as_dense, digest_of, is_dense
 from keepstep.worker.groups.group import alone
 from keepstep.worker.parallel.ddp import refuse_hooks, refuse_wrapped
 from keepstep.worker.parallel.layout import ParallelLayout, Replicated, shard_of
@@ -286,7 +286,7 @@ class ProtectedState:
         """
         optimizers = {name: local_optimizer(optimizer) for name, optimizer in self.optimizers.items()}
         found = {name: thing.state_dict() for name, thing in (self.modules | optimizers | self.others).items()}
-        return {name: tree.changed(value, local_of) for name, value in found.items()}
+        return {name: tree.changed(value, lambda leaf, _its: local_of(leaf)) for name, value in found.items()}
 
     def scalers(self) -> list[torch.amp.GradScaler]:
         """The protected gradient scalers: they may skip an update."""
@@ -463,14 +463,14 @@ class ProtectedState:
                     del own[parameter]
 
     def host_bytes(self) -> tuple[bytes, list[torch.Tensor]]:
-        """The host state as msgpack, and the tensors in it, contiguous ones by reference.
+        """The host state as msgpack, and the tensors in it, those that fill one run of memory by reference.
 
         Raises:
             ConfigurationError: a value cannot be serialized; the message names it.
         """
         tensors: list[torch.Tensor] = []
         encoded = msgspec.msgpack.encode(tree.pack(self.host_state(), tensors))
-        return encoded, [tensor.contiguous() for tensor in tensors]
+        return encoded, [as_dense(tensor) for tensor in tensors]
 
     def digest(self) -> str:
         """A digest of all protected state, to compare two ranks bit for bit."""

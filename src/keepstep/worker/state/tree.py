@@ -83,9 +83,9 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Applies a function to each tensor, `Known` and `LocalPart` in a value."""
-    return _mapped(value, value, lambda leaf, _like: change(leaf))
+def changed(value: Any, change: Callable[[Any, Any], Any], like: Any = None) -> Any:
+    """Applies a function to each tensor, `Known` and `LocalPart` in a value, and to what ``like`` has in that place."""
+    return _mapped(value, like, change)
 
 
 def placed(value: Any, like: Any) -> Any:
@@ -253,7 +253,7 @@ def pack(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
 
     Args:
         value: scalars, strings, bytes, lists, tuples, sets, dicts (also OrderedDict and Counter) and tensors; no other
-            subclasses of these, because `unpack` could not recreate them. A DTensor becomes a `LocalPart`.
+            subclasses of these, because `unpack` could not recreate them; dtypes. A DTensor becomes a `LocalPart`.
         tensors: receives references to the tensors.
         path: location of the value in the user's object, for the error message.
 
@@ -276,6 +276,8 @@ def pack(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
         return _pack_scalar(value)
     if type(value) is Known:
         return ["known", value.name]
+    if type(value) is torch.dtype:
+        return ["dtype", str(value).removeprefix("torch.")]
     name = _CONTAINERS.get(type(value))
     if name in ("dict", "ordered", "counter"):
         return [name, *([pack(k, tensors, path), pack(v, tensors, f"{path}[{k!r}]")] for k, v in value.items())]
@@ -322,6 +324,8 @@ def _unpack(plain: Any, tensors: list[torch.Tensor]) -> Any:
             return LocalPart(tensors[index])
         case ["known", str(name)]:
             return Known(name)
+        case ["dtype", str(name)] if type(dtype := getattr(torch, name, None)) is torch.dtype:
+            return dtype
         case ["float", str(text)]:
             return float(text)
         case ["int", str(text)]:
