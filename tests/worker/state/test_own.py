@@ -386,6 +386,20 @@ def test_what_an_optimizer_holds_itself_keeps_its_place() -> None:
     assert shared["norms"] is norms
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is")  # torch's own: deprecated
+def test_a_scripted_model_is_carried() -> None:
+    """The buffers of a ScriptModule are no dict."""
+
+    def scripted() -> nn.Module:
+        model: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+        return model
+
+    source, target = (trained(made(scripted, sgd, torch.float32), num_steps) for num_steps in (2, 1))
+    first, second = ProtectedState(source), ProtectedState(target)
+    restored(first, second)
+    assert first.digest() == second.digest()
+
+
 def test_moments_stay_the_tensors_that_were_restored() -> None:
     """torch's load_state_dict() casts fp32 moments to bf16."""
     source, target = trained(made(*CASES["masters"]), 2), made(*CASES["masters"])

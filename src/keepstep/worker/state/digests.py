@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from keepstep.weights.memory.bytes_of import digest_of
+from keepstep.weights.memory.bytes_of import as_dense, digest_of
 from keepstep.worker.state import tree
 from keepstep.worker.state.protected import ProtectedState
 
@@ -60,4 +60,4 @@ def _digest_of_tensor(tensor: torch.Tensor) -> str:
 def _digest_of_value(value: Any) -> str:
     tensors: list[torch.Tensor] = []
     encoded = msgspec.msgpack.encode(tree.pack(value, tensors))
-    return digest_of((("", tensor.contiguous()) for tensor in tensors), encoded)[:DIGEST_CHARACTERS]
+    return digest_of((("", as_dense(tensor)) for tensor in tensors), encoded)[:DIGEST_CHARACTERS]

@@ -308,7 +308,8 @@ class ProtectedState:
                 continue
             place = path.removesuffix(".")
             without_tensor.update(f"{place}.{key}" for key, buffer in part._buffers.items() if buffer is None)
-            transient.update(f"{place}.{key}" for key in part._buffers.keys() & part._non_persistent_buffers_set)
+            own = [key for key, _buffer in part._buffers.items()]  # a ScriptModule's are no dict, and not iterable
+            transient.update(f"{place}.{key}" for key in own if key in part._non_persistent_buffers_set)
         written = self.written if self.knows_written else None
         return Modes(evaluating, frozen, written, frozenset(without_tensor), frozenset(transient))
 
@@ -346,7 +347,7 @@ class ProtectedState:
                 raise StateMismatch(f"the buffer '{name}' is in a module that this rank's model lacks")
             parts[path]._buffers[key] = new.get(name)
         for path, part in parts.items():
-            for key in part._buffers:
+            for key, _buffer in list(part._buffers.items()):
                 change = set.add if f"{path}.{key}" in modes.transient else set.discard
                 change(part._non_persistent_buffers_set, key)
 
