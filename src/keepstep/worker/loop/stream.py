@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -124,10 +124,10 @@ class StreamReading:
             if self._own.begins_as_loaded:
                 self._positioned.load_state_dict(copy.deepcopy(self._first))
             self._begin()
-        raise self._gives_nothing()
+        self._refuse_empty()
 
-    def _gives_nothing(self) -> UsageError:
-        return UsageError(f"session.batches(): {type(self._loader).__name__} gives no batch")
+    def _refuse_empty(self) -> NoReturn:
+        raise UsageError(f"session.batches(): {type(self._loader).__name__} gives no batch")
 
     def _tried_out(self) -> bool:
         """Finds out what the loader's position means, with its first two batches.
@@ -143,20 +143,20 @@ class StreamReading:
         self._begun_generators = self._states_of_generators()
         first = self._one()
         if first is _END:
-            raise self._gives_nothing()
+            self._refuse_empty()
         if _has_shuffle_buffer(self._dataset):
-            raise self._loses_its_place("its shuffle buffer is no part of it")
+            self._refuse("its shuffle buffer is no part of it")
         after = copy.deepcopy(self._positioned.state_dict())
         second = self._one()
         again, at = self._first_from(after), copy.deepcopy(self._positioned.state_dict())
         anew, then = self._first_from(None), copy.deepcopy(self._positioned.state_dict())
         goes_on = _are_alike(again, second) or (second is _END and _are_alike(again, first))
         if not goes_on or not _are_alike(self._first_from(self._first), first):
-            raise self._loses_its_place("after load_state_dict() it gives another batch than the one that came next")
+            self._refuse("after load_state_dict() it gives another batch than the one that came next")
         return _are_alike(then, at) if _are_alike(again, first) else _are_alike(anew, again)
 
-    def _loses_its_place(self, why: str) -> ConfigurationError:
-        return ConfigurationError(
+    def _refuse(self, why: str) -> NoReturn:
+        raise ConfigurationError(
             f"session.batches(): {type(self._positioned).__name__} does not go on where its state_dict() says: {why}. "
             "What it reads ahead must be a part of its state: shuffle without a buffer, as datasets does before "
             "to_iterable_dataset(), map and filter in the DataLoader's collate_fn, and seed what is random for each "
