@@ -37,7 +37,7 @@ def test_a_load_that_gives_something_else_again_ends_the_job_and_saves_what_the_
 
 
 def test_what_torch_saves_is_compared_as_well(tmp_path: Path) -> None:
-    """Whatever keepstep takes for the state: here an object hides a number from it."""
+    """An object hides a number from keepstep, and the drill still finds it."""
     job = ("--nproc-per-node", 2, "--faults", "none", "--run-dir", tmp_path / "runs", OWN, "--steps", 3)
     code, result, output = drill(tmp_path, *job)
     assert (code, result["state_dicts"]) == (0, None), output

@@ -88,3 +88,19 @@ def test_the_path_of_a_runs_own_directory_is_the_same_to_both(first: Path, secon
     differences = {each.file: str(each.difference) for each in compare_files(first, second, ["out"])}
     assert differences["out/config.yaml"].startswith("differs from byte")
     assert differences["out/last.ckpt"].startswith("['best'] is '/"), "of the other run"
+
+
+def test_files_of_torch_save_are_compared_value_by_value(first: Path, second: Path) -> None:
+    def compared() -> list[ComparedFile]:
+        return compare_files(first / "out", second / "out", ["*"])
+
+    assert compared() == [ComparedFile("*", "neither run has written such a file")]
+    for folder in (first, second):
+        for rank in range(2):
+            torch.save({"optimizer": {"state": {0: {"moment": torch.ones(2)}}}}, folder / "out" / f"rank{rank}.pt")
+    assert compared() == [ComparedFile("rank0.pt", None), ComparedFile("rank1.pt", None)]
+    torch.save({"optimizer": {"state": {0: {"moment": torch.zeros(2)}}}}, second / "out" / "rank1.pt")
+    found = "['optimizer']['state'][0]['moment']: 2 of 2 values differ, by up to 1"
+    assert compared() == [ComparedFile("rank0.pt", None), ComparedFile("rank1.pt", found)]
+    (second / "out" / "rank0.pt").unlink()
+    assert compared()[0] == ComparedFile("rank0.pt", "only the first run has written it")

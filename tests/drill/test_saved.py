@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.drill.saved import compare_folders, describe_difference
+from keepstep.drill.saved import describe_difference
 
 NAN = float("nan")
 SAME = [
@@ -78,19 +78,3 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path, data: bytes) -> None:
     text = describe_difference(tmp_path / "first.pt", tmp_path / "second.pt")
     assert text is not None
     assert "does not read it" in text
-
-
-def test_folders_are_compared_file_by_file(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    for folder in (first, second):
-        folder.mkdir()
-    assert compare_folders(first, second) == "neither run has saved anything"
-    for folder in (first, second):
-        for rank in range(2):
-            torch.save({"optimizer": {"state": {0: {"moment": torch.ones(2)}}}}, folder / f"rank{rank}.pt")
-    assert compare_folders(first, second) is None
-    torch.save({"optimizer": {"state": {0: {"moment": torch.zeros(2)}}}}, second / "rank1.pt")
-    found = compare_folders(first, second)
-    assert found == "rank1.pt: ['optimizer']['state'][0]['moment']: 2 of 2 values differ, by up to 1"
-    (second / "rank0.pt").unlink()
-    assert compare_folders(first, second) == "rank0.pt: only one of the runs has saved it"

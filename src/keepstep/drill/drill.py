@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.agent.settings import AgentSettings
-from keepstep.drill.explanation import Explanation, RecordedRun, explain, unrecorded
+from keepstep.drill.explanation import RecordedRun, explain, unrecorded
 from keepstep.drill.faults import DrillFault, fired_at, write_plan
 from keepstep.drill.files import compare_files
 from keepstep.drill.outside_injector import OutsideInjector
 from keepstep.drill.records import HOLDS_NAN, STATE_DICTS, States, read_states
-from keepstep.drill.saved import compare_folders
 from keepstep.drill.workdir import make_working_dir
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.job import Job, JobOptions, run_job
@@ -129,11 +128,12 @@ def run_drill(options: JobOptions, drill: Drill, on_progress: OnProgress, folder
     if not first.report["digests"]:
         raise DrillFailed(f"the run without failures has no last state to compare: {first.report['reason']}")
     second = _run(options, folder / drill.second, drill, on_progress)
-    saved = [folder / name / STATE_DICTS for name in (REFERENCE, drill.second)]
-    difference = compare_folders(*saved)
+    first_saved, second_saved = (folder / name / STATE_DICTS for name in (REFERENCE, drill.second))
+    saved = compare_files(first_saved, second_saved, ("*",))
+    difference = next((f"{file.file}: {file.difference}" for file in saved if file.difference is not None), None)
     if difference is None:  # they may be as large as the state of all ranks
-        for each in saved:
-            shutil.rmtree(each)
+        shutil.rmtree(first_saved)
+        shutil.rmtree(second_saved)
     files = compare_files(folder / REFERENCE / WORKING_DIR, folder / drill.second / WORKING_DIR, drill.patterns)
     return _compare(first, second, drill.faults, folder / drill.second, difference) | {
         "files": [dataclasses.asdict(file) for file in files]
@@ -194,10 +194,11 @@ def _compare(
     is_through = second.report["exit_code"] == 0 and bool(second.report["digests"])
     is_equal = is_through and first.digest == second.digest and first.replicas_agree
     identical = is_equal and difference is None
+    explanation = None
     if is_equal and difference is not None:
-        explanation: Explanation | None = unrecorded(difference)
-    else:
-        explanation = None if identical else explain(first.recorded, second.recorded, rows)
+        explanation = unrecorded(difference)
+    elif not is_equal:
+        explanation = explain(first.recorded, second.recorded, rows)
     return {
         "identical": identical,
         "state_dicts": difference,

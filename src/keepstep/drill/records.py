@@ -1,7 +1,7 @@
 """Records of each rank's state at every step of a run. Workers write them; the drill reads them after the run.
 
-After the last step torch itself saves each rank's ``state_dict()``s as well: what these say is compared value by value,
-whatever keepstep takes for the state.
+After the last step each worker also has torch save its ``state_dict()``s. The drill compares these value by value, and
+so finds a value as well that keepstep does not take for state.
 
 Each worker appends one line for each state to its own file, so that a killed worker leaves complete lines.
 """

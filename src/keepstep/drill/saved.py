@@ -13,23 +13,6 @@ SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 """Common file name suffixes of files from ``torch.save``."""
 
 
-def compare_folders(first: Path, second: Path) -> str | None:
-    """Describes the first value in which the files of two folders differ, with its file's name; None if there is none.
-
-    Files in only one of the folders are a difference, and so are two folders without files.
-    """
-    names = sorted({path.name for folder in (first, second) for path in folder.glob("*.pt")})
-    if not names:
-        return "neither run has saved anything"
-    for name in names:
-        for folder in (first, second):
-            if not (folder / name).is_file():
-                return f"{name}: only one of the runs has saved it"
-        if (found := describe_difference(first / name, second / name)) is not None:
-            return f"{name}: {found}"
-    return None
-
-
 def describe_difference(first: Path, second: Path, folders: Sequence[str] = ("", "")) -> str | None:
     """Describes the first value in which two files differ. Returns None if all values are equal bit for bit.
 

@@ -442,7 +442,7 @@ class WorkerMachine:
         self._fall_back(self._target)
 
     def refused(self, error: str) -> None:
-        """Records that the state was loaded and does not equal what was loaded. Reports it, whatever has come."""
+        """Records that this rank's state differs from what it has loaded; reports it even after a further stop."""
         self._sayings.append(msg.StateRefused(self.worker, self._target, error))
         self._fall_back(self._target)
 

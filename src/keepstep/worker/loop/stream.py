@@ -17,7 +17,8 @@ from keepstep.worker.loop.wrapped import prepared
 from keepstep.worker.state import tree
 from keepstep.worker.values.attributes import State
 
-_END = "end of the stream"
+_END = object()
+"""In the place of a batch: the iteration is over."""
 
 
 class StreamReading:
@@ -85,7 +86,7 @@ class StreamReading:
                 generator.set_state(state)  # torchdata's loader restores them for this epoch, and not for the next one
         with random_numbers_of(self._seed, self._rank(), position):
             found = [self._place(self._read()) for _ in range(self._accumulate)]
-        own.position, own.epoch = copy.deepcopy(self._positioned.state_dict()), self._epoch
+        own.position, own.epoch = self._positioned.state_dict(), self._epoch
         own.generators = self._states_of_generators()
         self._next = position + 1
         return found[0] if self._accumulate == 1 else found
@@ -158,9 +159,9 @@ class StreamReading:
     def _refuse(self, why: str) -> NoReturn:
         raise ConfigurationError(
             f"session.batches(): {type(self._positioned).__name__} does not go on where its state_dict() says: {why}. "
-            "What it reads ahead must be a part of its state: shuffle without a buffer, as datasets does before "
-            "to_iterable_dataset(), map and filter in the DataLoader's collate_fn, and seed what is random for each "
-            "sample, also in loader workers"
+            "Its state has to cover what it reads ahead: shuffle before to_iterable_dataset() and not with a buffer, "
+            "map and filter in the DataLoader's collate_fn, and seed what is random for each sample, also in loader "
+            "workers"
         )
 
     def _first_from(self, place: Any) -> Any:

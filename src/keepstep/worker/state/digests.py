@@ -6,10 +6,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import torch
 
-from keepstep.weights.memory.bytes_of import as_dense, digest_of
+from keepstep.weights.memory.bytes_of import digest_of
 from keepstep.worker.state import tree
 from keepstep.worker.state.protected import ProtectedState
 
@@ -36,7 +35,7 @@ def named_digests(state: ProtectedState) -> dict[str, str]:
             if type(value) is dict and not value:
                 continue
             for path, leaf in _leaves(name + _SUFFIXES.get(part, ""), value):
-                found[f"host: {path}"] = _digest_of_value(leaf)
+                found[f"host: {path}"] = tree.digest(leaf)[:DIGEST_CHARACTERS]
     return found
 
 
@@ -55,9 +54,3 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _digest_of_tensor(tensor: torch.Tensor) -> str:
     digest = digest_of([("", tensor)], b"")[:DIGEST_CHARACTERS]
     return HOLDS_NAN + digest[len(HOLDS_NAN) :] if bool(tensor.isnan().any()) else digest
-
-
-def _digest_of_value(value: Any) -> str:
-    tensors: list[torch.Tensor] = []
-    encoded = msgspec.msgpack.encode(tree.pack(value, tensors))
-    return digest_of((("", as_dense(tensor)) for tensor in tensors), encoded)[:DIGEST_CHARACTERS]

@@ -17,7 +17,7 @@ _DEPTH = 8
 by two more."""
 _OTHERS = (type, types.ModuleType, types.FunctionType, torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 _NO_CLASSES_OF = ("keepstep", "torch.distributed", "accelerate", "lightning", "transformers", "torchtitan")
-"""Packages whose own objects are no matter of the script."""
+"""Packages whose objects are left out: keepstep, or its integration with a framework, knows them."""
 
 
 def forgotten(state: ProtectedState) -> list[str]:

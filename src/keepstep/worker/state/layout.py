@@ -14,7 +14,7 @@ from torch import distributed as dist
 from keepstep.errors import StateMismatch
 from keepstep.protocol.transfer.boxes import Box
 from keepstep.weights.memory.blocks import NamedBlock, is_dtensor
-from keepstep.weights.memory.bytes_of import byte_view, digest_of
+from keepstep.weights.memory.bytes_of import byte_view
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.state import tree
 from keepstep.worker.state.protected import Modes, ProtectedState
@@ -154,7 +154,9 @@ def start_of(state: ProtectedState, first_step: int = 0) -> Start:
     blocks = state.blocks()
     host = {"steps(start=...)": first_step, **dict(_host_values(state.host_state()))}
     digests = [xxhash.xxh3_64_digest(byte_view(block.held.tensor.cpu()).numpy().data) for block in blocks]
-    return Start(headers_of(blocks), tuple(host), (*digests, *map(_digest_of_value, host.values())))
+    return Start(
+        headers_of(blocks), tuple(host), (*digests, *(bytes.fromhex(tree.digest(each)) for each in host.values()))
+    )
 
 
 def replica_digest(state: ProtectedState) -> bytes:
@@ -259,13 +261,6 @@ def _host_values(host: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
         else:
             yield name, value
-
-
-def _digest_of_value(value: Any) -> bytes:
-    tensors: list[torch.Tensor] = []
-    encoded = msgspec.msgpack.encode(tree.pack(value, tensors))
-    named = [(str(index), tensor.contiguous()) for index, tensor in enumerate(tensors)]
-    return bytes.fromhex(digest_of(named, encoded))
 
 
 def buffers_like(state: ProtectedState, wanted: Sequence[TensorHeader], modes: Modes, who: str) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -170,11 +170,11 @@ class OwnOptimizerState:
         hooked = _has_any(optimizer, "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
         return hooked or _overrides(optimizer, torch.optim.Optimizer, "load_state_dict")
 
-    def read(self, known: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> dict[str, Any]:
+    def read(self, known: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
         """Reads it. Nothing is copied.
 
         Args:
-            known: returns the tensors that are carried under names of their own. In what is read, they are replaced by
+            known: the tensors that are carried under names of their own. In what is read, they are replaced by
                 `tree.Known`.
 
         Returns:
@@ -194,13 +194,13 @@ class OwnOptimizerState:
                 )
         found: dict[str, Any] = {"state": state} if state else {}
         first: dict[int, str] = {}
-        named = [(name, tensor) for name, tensor in known() if name.startswith(f"{self._name}/")]
+        named = [(name, tensor) for name, tensor in known if name.startswith(f"{self._name}/")]
         shared = {name: own for name, tensor in named if (own := first.setdefault(id(tensor), name)) != name}
         if shared:
             found["shared"] = shared
         if self._describes_itself:
             names: dict[tuple[object, ...], str] = {}
-            for name, tensor in known():
+            for name, tensor in known:
                 names.setdefault(_memory_of(tensor), name)
             found["own"] = tree.changed(
                 self._optimizer.state_dict(), lambda leaf, _its: _known_or_detached(leaf, names)
@@ -245,8 +245,7 @@ class OwnOptimizerState:
         for key, value in state.items():
             live = live_state.get(key)
             live_state[key] = tree.put_into(live, tree.placed(value, live))
-        for name, first in found.get("shared", {}).items():
-            self._replace(name, known[first], known)
+        self._replace({id(known[name]): known[first] for name, first in found.get("shared", {}).items()}, known)
         if "own" not in found or not self._describes_itself:
             return False
         live = optimizer.state_dict()
@@ -264,13 +263,16 @@ class OwnOptimizerState:
             optimizer.state[parameter].update({k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
         return True
 
-    def _replace(self, name: str, tensor: torch.Tensor, known: dict[str, torch.Tensor]) -> None:
-        """Puts another tensor in the place of one in the state, and of all that are the same one."""
-        old, live_state = known[name], self._optimizer.state
-        for values in live_state.values():
-            if isinstance(values, dict):
-                values.update({key: tensor for key, value in values.items() if value is old})
-        known.update({other: tensor for other, value in known.items() if value is old})
+    def _replace(self, new: dict[int, torch.Tensor], known: dict[str, torch.Tensor]) -> None:
+        """Puts other tensors in the places of those in the state.
+
+        Args:
+            new: by the `id` of the tensor that each replaces, wherever it stands.
+            known: the tensors by name; they are replaced here as well.
+        """
+        places = [known, *(values for values in self._optimizer.state.values() if isinstance(values, dict))]
+        for values in places if new else ():
+            values.update({key: new[id(value)] for key, value in values.items() if id(value) in new})
 
     def _resolved(self, leaf: Any, its: Any, known: dict[str, torch.Tensor]) -> Any:
         """The tensor for a `tree.Known`. If the optimizer holds one of its own there, that becomes the known one."""
@@ -281,7 +283,7 @@ class OwnOptimizerState:
         if is_state and isinstance(its, torch.Tensor) and _memory_of(its) != _memory_of(tensor):
             with torch.no_grad():
                 local_of(its).copy_(local_of(tensor))
-            self._replace(leaf.name, its, known)
+            self._replace({id(tensor): its}, known)
         return known[leaf.name]
 
 

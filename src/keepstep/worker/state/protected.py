@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from keepstep.errors import ConfigurationError, StateMismatch, UsageError
 from keepstep.typenames import is_named
 from keepstep.weights.memory.blocks import NamedBlock, is_dtensor, local_of
-from keepstep.weights.memory.bytes_of import as_dense, digest_of, is_dense
+from keepstep.weights.memory.bytes_of import digest_of, is_dense
 from keepstep.worker.groups.group import alone
 from keepstep.worker.parallel.ddp import refuse_hooks, refuse_wrapped
 from keepstep.worker.parallel.layout import ParallelLayout, Replicated, shard_of
@@ -129,11 +130,9 @@ class ProtectedState:
         self.first_buffers = frozenset(name for name, _buffer in self.buffers())
         self._own_modules = own_states_of(self.parts())
         for own in self._own_modules:
-            with alone(f"{own.path}.state_dict()"):
-                own.check()
+            _alone(own.path, own.check)
         for name, optimizer in self._own_optimizers.items():
-            with alone(f"{name}.state_dict()"):
-                optimizer.check()
+            _alone(name, optimizer.check)
 
     def refuse_added_parameters(self) -> None:
         """Refuses parameters that the script added to an optimizer after `protect`: a replacement would lack them.
@@ -389,16 +388,17 @@ class ProtectedState:
     def _host_values(self, modules: Iterable[OwnModuleState]) -> dict[str, Any]:
         return {
             "groups": {name: _hyperparameters(optimizer) for name, optimizer in self.optimizers.items()},
-            "others": {name: tree.copied(_own_state_of(name, thing)) for name, thing in self.others.items()},
+            "others": {name: tree.copied(_alone(name, thing.state_dict)) for name, thing in self.others.items()},
             "modules": {own.path: tree.copied(_alone(own.path, own.read)) for own in modules},
         }
 
     def shared_values(self) -> dict[str, Any]:
         """`host_state` without the optimizer state of single parameters."""
-        optimizers = {}
-        for name, own in self._own_optimizers.items():
-            with alone(f"{name}.state_dict()"):
-                optimizers[name] = tree.copied(own.read(self._known))
+        known = self._known()
+        optimizers = {
+            name: tree.copied(_alone(name, functools.partial(own.read, known)))
+            for name, own in self._own_optimizers.items()
+        }
         return {**self._host_values(self._own_modules), "optimizers": optimizers}
 
     def host_state(self) -> dict[str, Any]:
@@ -437,7 +437,7 @@ class ProtectedState:
         for name, value in state["others"].items():
             thing = self.others[name]
             if self.layout.is_sharded:
-                value = tree.placed(value, _own_state_of(name, thing))
+                value = tree.placed(value, _alone(name, thing.state_dict))
             _load_other(thing, tree.copied(value))
 
     def _load_optimizers(self, state: dict[str, Any]) -> None:
@@ -469,9 +469,7 @@ class ProtectedState:
         Raises:
             ConfigurationError: a value cannot be serialized; the message names it.
         """
-        tensors: list[torch.Tensor] = []
-        encoded = msgspec.msgpack.encode(tree.pack(self.host_state(), tensors))
-        return encoded, [as_dense(tensor) for tensor in tensors]
+        return tree.encoded(self.host_state())
 
     def digest(self) -> str:
         """A digest of all protected state, to compare two ranks bit for bit."""
@@ -515,12 +513,9 @@ def _scalar_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]
 
 
 def _alone(name: str, read: Callable[[], Any]) -> Any:
+    """Calls a function that asks an object for its ``state_dict()``; a collective in it raises."""
     with alone(f"{name}.state_dict()"):
         return read()
-
-
-def _own_state_of(name: str, thing: Any) -> Any:
-    return _alone(name, thing.state_dict)
 
 
 def _load_other(thing: Any, state: Any) -> None:

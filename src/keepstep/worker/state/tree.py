@@ -15,7 +15,7 @@ import torch
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
 from keepstep.weights.memory.blocks import is_dtensor, local_of
-from keepstep.weights.memory.bytes_of import byte_view, other_than_memory
+from keepstep.weights.memory.bytes_of import as_dense, byte_view, digest_of, other_than_memory
 
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 _INT64 = 1 << 63
@@ -131,7 +131,8 @@ def put_into(live: Any, value: Any) -> Any:
     """Gives a live value the content of another one, in place as far as possible.
 
     Args:
-        live: tensors of the same form, dicts and lists in it are written to, so that whoever shares them sees it.
+        live: its tensors of the same form, dicts and lists are written to in place, so that other holders of them see
+            the content, too.
         value: the content; it is not shared with the result, except for its `Known`.
 
     Returns:
@@ -210,12 +211,12 @@ def _difference(one: Any, other: Any, tensors: tuple[list[torch.Tensor], list[to
         case [("dict" | "ordered" | "counter") as kind, *pairs], [other_kind, *other_pairs] if kind == other_kind:
             mine = {msgspec.msgpack.encode(key): (key, value) for key, value in pairs}
             theirs = {msgspec.msgpack.encode(key): (key, value) for key, value in other_pairs}
-            for encoded in dict.fromkeys((*mine, *theirs)):
-                side, (key, _value) = (0, mine[encoded]) if encoded in mine else (1, theirs[encoded])
+            for form in dict.fromkeys((*mine, *theirs)):
+                side, (key, _value) = (0, mine[form]) if form in mine else (1, theirs[form])
                 place = f"{path}[{unpack(key, tensors[side])!r}]"
-                if encoded not in mine or encoded not in theirs:
+                if form not in mine or form not in theirs:
                     return place
-                if (found := _difference(mine[encoded][1], theirs[encoded][1], tensors, place)) is not None:
+                if (found := _difference(mine[form][1], theirs[form][1], tensors, place)) is not None:
                     return found
             return None
         case [("list" | "tuple") as kind, *items], [other_kind, *other_items] if kind == other_kind:
@@ -292,6 +293,23 @@ def pack(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
         "numbers, strings, bytes, None, lists, tuples, sets, dicts and tensors, but no classes derived from them; "
         "leave it out of state_dict() or turn it into those"
     )
+
+
+def encoded(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """A value as msgpack, and the tensors in it: those that fill one run of memory by reference.
+
+    Raises:
+        ConfigurationError: see `pack`.
+    """
+    tensors: list[torch.Tensor] = []
+    plain = msgspec.msgpack.encode(pack(value, tensors))
+    return plain, [as_dense(tensor) for tensor in tensors]
+
+
+def digest(value: Any) -> str:
+    """A 128-bit digest of a value and the tensors in it."""
+    plain, tensors = encoded(value)
+    return digest_of([(str(index), tensor) for index, tensor in enumerate(tensors)], plain)
 
 
 def _pack_scalar(value: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from keepstep.weights.memory.blocks import NamedBlock
-from keepstep.weights.memory.bytes_of import as_dense, byte_view
+from keepstep.weights.memory.bytes_of import byte_view
 from keepstep.worker.parallel.layout import Replicated
 from keepstep.worker.parallel.zero import writes_buffers
 from keepstep.worker.state import tree
@@ -103,9 +103,8 @@ def describe(state: ProtectedState, share: Share) -> tuple[Content, dict[str, to
 
 def _pack(value: Any, name: str, others: Named) -> Packed:
     """Serializes a value. Appends its tensors to ``others``, those that fill one run of memory by reference."""
-    tensors: list[torch.Tensor] = []
-    plain = msgspec.msgpack.encode(tree.pack(value, tensors))
-    named = [(f"{name}/{index}", as_dense(tensor)) for index, tensor in enumerate(tensors)]
+    plain, tensors = tree.encoded(value)
+    named = [(f"{name}/{index}", tensor) for index, tensor in enumerate(tensors)]
     others += named
     return Packed(plain, tuple(name for name, _tensor in named))
 
