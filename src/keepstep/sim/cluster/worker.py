@@ -284,6 +284,8 @@ class SimulatedWorker(SimulatedProcess):
         if move.action is Action.REWIND:
             rows, self._reads_checkpoint = self.rewind(step)
             self._take_over(rows)
+            if self._reads_checkpoint and self._refuses():
+                return self.go()  # before it sends anything
         self.snapshots.kept_step, rank = move.order.kept_step, self.machine.rank
         self._to_do = [*move.receives(rank), *move.sends(rank), *move.sends_copies(rank)]
         if self._to_do:
@@ -328,15 +330,21 @@ class SimulatedWorker(SimulatedProcess):
             self._next_transfer()
             return
         self._activity += 1
-        if (received_bytes or self._reads_checkpoint) and self.world.num_loads_refused:
-            self.world.num_loads_refused -= 1
-            self.world.oracle.refuses_load(self)
-            self.parameters += (INCOMPLETE,)
-            self.machine.refused("the state is not what was loaded")
+        if received_bytes and self._refuses():
             return self.go()
         self.machine.loaded(received_bytes, from_checkpoint=self._reads_checkpoint)
         self.snapshots.resumed(self._loading_step, self.machine)
         self.go()
+
+    def _refuses(self) -> bool:
+        """Returns whether a fault makes the state another one than was loaded. This process reports it then."""
+        if not self.world.num_loads_refused:
+            return False
+        self.world.num_loads_refused -= 1
+        self.world.oracle.refuses_load(self)
+        self.parameters += (INCOMPLETE,)
+        self.machine.refused("the state is not what was loaded")
+        return True
 
     def _save(self) -> None:
         self.machine.saved(self.world.checkpoint(self, len(self.parameters)))
