@@ -171,6 +171,10 @@ def trained(_path: Path) -> Objects:
     return {"model": model}
 
 
+def sparse(_path: Path) -> Objects:
+    return {"model": DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))}
+
+
 def ddp(**flags: bool) -> Callable[[Path], Objects]:
     return lambda _path: {"model": DistributedDataParallel(torch.nn.Linear(2, 2), **flags)}
 
@@ -220,6 +224,7 @@ ROWS: dict[str, list[Make]] = {
     "`DDP(find_unused_parameters=True, gradient_as_bucket_view=True)`": [
         ddp(find_unused_parameters=True, gradient_as_bucket_view=True)
     ],
+    "DDP of a module with sparse gradients": [sparse],
     "a DDP that was trained before": [trained],
     OTHER_GROUP: [],
     "a module wrapped by a DDP that is not protected": [wrapped],

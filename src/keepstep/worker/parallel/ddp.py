@@ -145,6 +145,17 @@ def _check(name: str, ddp: DistributedDataParallel) -> None:
             f"protect({name}=...): DistributedDataParallel(find_unused_parameters=True, gradient_as_bucket_view=True): "
             "with both, which gradients are views depends on the past, and a replacement rounds differently; drop one"
         )
+    tables = [
+        (path, part)
+        for path, part in ddp.named_modules()
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)
+    ]
+    sparse = [path for path, table in tables if table.sparse and table.weight.requires_grad]
+    if sparse:
+        raise ConfigurationError(
+            f"protect({name}=...): {sparse[0]} has sparse gradients (sparse=True), which DistributedDataParallel "
+            "reduces in another way, and a replacement gets dense ones; leave sparse off"
+        )
     if ddp._has_rebuilt_buckets:
         raise ConfigurationError(
             f"protect({name}=...): this DistributedDataParallel has trained already and keeps the bucket layout that "
