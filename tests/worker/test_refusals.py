@@ -327,6 +327,10 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
         "a collective in a CUDA graph",
         "or on tensors of a GPU other than the process's own",
     ),
+    "worker.state.protected:ProtectedState.refuse_other_than_memory": (
+        "a tensor under a number or a tuple",
+        "a view of a part of a tensor in it",
+    ),
     "worker.state.rollback:StepSnapshot.check_gradients": ("gradients that an earlier update has",),
     "worker.loop.reading:check_replicas": ("Create their sampler as",) * 2,
     "worker.loop.epochs:Epochs._end": ("Iterate an epoch to its last step",),

@@ -32,6 +32,7 @@ DENSE = {
     "one element": torch.ones(1, 1, 1),
     "empty": torch.empty(0),
     "empty in the middle": torch.empty(2, 0, 3),
+    "empty at the end": torch.empty(2, 3, 0),
     "with a dimension of one": torch.arange(6.0).reshape(2, 1, 3).transpose(0, 1),
     "rows of a larger one": torch.arange(20.0).reshape(5, 4)[1:3],
     "expanded by one": torch.arange(3.0).expand(1, 3),

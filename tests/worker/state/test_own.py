@@ -496,6 +496,27 @@ def test_an_optimizer_that_has_created_other_than_memory_is_refused() -> None:
     assert "optimizer/0/moment is a tests.worker.state.test_own.Wrapped, whose content lies" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("m", torch.ones(4, 8)[:, :4], "optimizer/0/m is a view that does not fill one run of memory"),
+        ("m", torch.ones(1).expand(4), "optimizer/0/m is a view that does not fill one run of memory"),
+        ("m", torch.ones(2, dtype=torch.complex64).conj(), "optimizer/0/m is a view that does not fill one run of mem"),
+        (3, torch.ones(2), "optimizer 'optimizer' has a tensor under 3 in the state of a parameter"),
+        (("m", 1), torch.ones(2), "optimizer 'optimizer' has a tensor under ('m', 1) in the state of a parameter"),
+    ],
+    ids=["a part", "expanded", "conjugate", "a number", "a tuple"],
+)
+def test_an_optimizer_that_has_created_what_no_recovery_can_write_is_refused(key: Any, value: Any, text: str) -> None:
+    """In its first step, and not when a rank is lost."""
+    objects = made(linear, sgd, torch.float32)
+    state, optimizer = ProtectedState(objects), objects["optimizer"]
+    optimizer.state[optimizer.param_groups[0]["params"][0]][key] = value
+    with pytest.raises(ConfigurationError) as caught:
+        state.refuse_other_than_memory(optimizer)
+    assert str(caught.value).startswith(text)
+
+
 class Forgets(Keeps):
     def load_state_dict(self, state: Any) -> None:
         pass

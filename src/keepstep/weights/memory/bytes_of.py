@@ -76,6 +76,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements fill one run of memory, in any order of dimensions."""
     if tensor.layout is not torch.strided:
         return False
+    if not tensor.numel():
+        return True  # torch gives such a tensor strides as if it had elements
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size > 1 and stride != expected:

@@ -150,13 +150,28 @@ class ProtectedState:
                 )
 
     def refuse_other_than_memory(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses state of an optimizer that is no plain memory. Call it after its first update, which creates it.
+        """Refuses state of an optimizer that is no plain memory, or has no name. Call it after its first update, which
+        creates it.
 
         Raises:
-            ConfigurationError: names the state and its type.
+            ConfigurationError: names the state, and says what it is.
         """
         own = next(name for name, known in self.optimizers.items() if optimizer in (known, local_optimizer(known)))
-        self.layout.blocks([each for each in self.optimizer_tensors() if each[0].partition("/")[0] == own])
+        for parameter in parameters_of(optimizer):
+            for key, value in local_optimizer(optimizer).state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and not isinstance(key, str):
+                    raise ConfigurationError(
+                        f"optimizer '{own}' has a tensor under {key!r} in the state of a parameter: keepstep finds a "
+                        "tensor there by a text; name it by one"
+                    )
+        named = [each for each in self.optimizer_tensors() if each[0].partition("/")[0] == own]
+        for block in self.layout.blocks(named):
+            held = block.held.tensor
+            if not is_dense(held) or held.is_conj() or held.is_neg():
+                raise ConfigurationError(
+                    f"{block.names[0]} is a view that does not fill one run of memory, or changes what it shows: "
+                    "keep a contiguous tensor in optimizer.state, as clone() makes it"
+                )
         tree.pack(self.optimizer_values()[own], [], own)
 
     def _refuse_others_parameters(self) -> None:
