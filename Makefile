@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sharded test test-full test-nightly test-upstream test-torch test-engines durations soak fuzz bench bench-peers bench-weights gpu docs lint clean
+.PHONY: help demo demo-sharded test test-full test-nightly test-upstream test-torch test-engines test-state durations soak fuzz bench bench-peers bench-weights gpu docs lint clean
 
 help: ## show this list
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-15s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,14 @@ test-engines: ## what needs vLLM or checkpoint-engine, against their own code, i
 		--requirement tests/integrations/engines.txt
 	$(ENGINES_VENV)/bin/python -m pytest -m "" -W default tests/integrations/test_vllm.py \
 		tests/integrations/test_checkpoint_engine.py
+
+STATE_VENV = .venv-state
+test-state: ## optimizers and modules of many packages, each in a job that loses ranks: tests/state/table.md, half an hour
+	test -x $(STATE_VENV)/bin/pip || $(PYTHON) -m venv $(STATE_VENV)
+	$(STATE_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
+	$(STATE_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps \
+		--requirement tests/state/packages.txt
+	$(STATE_VENV)/bin/python -m pytest -m "" tests/state
 
 durations: $(STAMP) ## write down how long the tests of make test take, slowest first, in tests/durations.txt
 	$(BIN)/python -m pytest -m quick $(PARALLEL) --record-durations=tests/durations.txt
