@@ -89,6 +89,13 @@ class Listed(torch.optim.Optimizer):
             own["kind"], own["none"] = "listed", None
 
 
+def with_a_dtype(parameters: Any) -> torch.optim.Optimizer:
+    """As timm's Adafactor: the dtype of its moments is a value of its groups."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.param_groups[0]["momentum_dtype"] = torch.bfloat16
+    return optimizer
+
+
 def hooked(parameters: Any) -> torch.optim.Optimizer:
     """Its hooks add what an object beside it holds."""
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
@@ -319,6 +326,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.Opti
     "a wrapper": (linear, Wrapper, torch.float32),
     "a shared tensor": (linear, Shares, torch.float32),
     "a tensor that parameters share": (linear, SharesOnce, torch.float32),
+    "a dtype": (linear, with_a_dtype, torch.float32),
     "an optimizer's hook": (linear, hooked, torch.float32),
     "extra state": (Counter, sgd, torch.float32),
     "_save_to_state_dict": (Saves, sgd, torch.float32),

@@ -76,6 +76,11 @@ def test_a_round_trip_loses_nothing(value: Any) -> None:
     assert same(through_the_wire(value), value)
 
 
+def test_a_dtype_is_carried() -> None:
+    assert through_the_wire({"moments": torch.bfloat16}) == {"moments": torch.bfloat16}
+    assert tree.difference(torch.bfloat16, torch.float16) == ""
+
+
 def test_the_comparison_itself_can_tell() -> None:
     assert not same([1], (1,))
     assert not same(0.0, -0.0)
@@ -163,6 +168,9 @@ def test_a_refusal_without_a_path_still_says_what() -> None:
         ["dict", [1, 2, 3]],
         ["dict", [["list"], 1]],
         ["set", ["list"]],
+        ["dtype", "nn"],
+        ["dtype", "no"],
+        ["dtype", 3],
     ],
     ids=repr,
 )
