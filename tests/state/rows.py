@@ -359,11 +359,10 @@ def observed(observer: str) -> nn.Module:
     return prepared.train()
 
 
-def lazy(*, seen: bool) -> nn.Module:
-    """Layers that learn their sizes from an input."""
+def lazy() -> nn.Module:
+    """Layers that have learnt their sizes from an input."""
     model = nn.Sequential(nn.LazyLinear(32), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(CLASSES))
-    if seen:
-        model(torch.zeros(2, WIDTH))
+    model(torch.zeros(2, WIDTH))
     return model
 
 
@@ -466,16 +465,6 @@ def prepared_by_torchao() -> nn.Module:
     return model
 
 
-def trained_in_int8() -> nn.Module:
-    """Weights that torchao holds in int8 while it trains them."""
-    from torchao.prototype.quantized_training import int8_weight_only_quantized_training
-    from torchao.quantization import quantize_
-
-    model = layers(lambda first: first)
-    quantize_(model, int8_weight_only_quantized_training())
-    return model
-
-
 def trained_in_float8() -> nn.Module:
     """Layers that torchao computes in float8."""
     from torchao.float8 import convert_to_float8_training
@@ -536,8 +525,7 @@ MODULES: dict[str, Row] = {
     "torch prepare_qat, fused": of_module(lambda: quantized_later(fused=True)),
     "torch HistogramObserver": of_module(lambda: observed("HistogramObserver")),
     "torch MovingAverageMinMaxObserver": of_module(lambda: observed("MovingAverageMinMaxObserver")),
-    "torch lazy layers": of_module(lambda: lazy(seen=False)),
-    "torch lazy layers after an input": of_module(lambda: lazy(seen=True)),
+    "torch lazy layers after an input": of_module(lazy),
     "torch jit.script": of_module(lambda: torch.jit.script(convolutions(nn.BatchNorm2d(4)))),
     "torch compile": of_module(lambda: torch.compile(convolutions(nn.BatchNorm2d(4)), backend="eager")),
     "torch GradScaler": Row("torch", scaled),
@@ -575,7 +563,6 @@ MODULES: dict[str, Row] = {
     "peft VeRA": of_module(lambda: adapted("VeraConfig", r=4), "peft"),
     "torchao QAT": of_module(prepared_by_torchao, "torchao"),
     "torchao float8": of_module(trained_in_float8, "torchao"),
-    "torchao int8 training": of_module(trained_in_int8, "torchao"),
     "bitsandbytes Linear4bit, frozen": of_module(lambda: few_bits("Linear4bit"), "bitsandbytes"),
     "bitsandbytes Linear8bitLt, frozen": of_module(lambda: few_bits("Linear8bitLt"), "bitsandbytes"),
     "bitsandbytes StableEmbedding": of_module(

@@ -412,11 +412,7 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     ),
     "worker.values.declared:DeclaredState.check": ("keepstep refuses a later change",),
     "worker.values.declared:DeclaredState._check_size": ("64 KiB of them, and all ranks together 16 MiB",),
-    "worker.values.declared:DeclaredState._compare": (
-        "A difference ends the job with an error that names the attribute",
-    )
-    * 2,
-    "worker.values.replica_buffers:ReplicaBuffers.reduced": ("buffers that differ between replicas after a forward",),
+    "worker.step.barrier:check_purposes": ("an update on some of the ranks that hold the same parameters",),
     "worker.values.declared:_LocalTable._check": (
         "only the same number of ranks can resume from it",
         "a checkpoint of another model",

@@ -12,7 +12,7 @@ from pathlib import Path
 from keepstep.agent.spawner import SpawnerProcess
 from keepstep.cli.dashboard import showing
 from keepstep.errors import ConfigurationError
-from keepstep.launcher.cluster.flags import RAY
+from keepstep.launcher.cluster.flags import RAY, add_compare_flag
 from keepstep.launcher.console import follow
 from keepstep.launcher.flags import is_one_of_several, job_options, make_parser, parse_flags
 from keepstep.launcher.job import Companion, Job, announce, clear_up, run_job
@@ -26,7 +26,8 @@ def run(arguments: list[str], spawner: SpawnerProcess | None) -> int:
         spawner: see `run_job`.
     """
     parser = make_parser("keepstep run")
-    own = parser.add_argument_group("exporting")
+    own = parser.add_argument_group("keepstep run")
+    add_compare_flag(own)
     own.add_argument(
         "--otel", action="store_true", help="send each recovery as a trace to the endpoint of the OTEL_* variables"
     )

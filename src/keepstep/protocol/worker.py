@@ -442,9 +442,23 @@ class WorkerMachine:
         self._fall_back(self._target)
 
     def refused(self, error: str) -> None:
-        """Records that this rank's state differs from what it has loaded; reports it even after a further stop."""
+        """Records that this rank's state differs from what it has loaded; reports it even after a further stop.
+
+        It may be found as the state is loaded, or in a step that is undone then.
+        """
         self._sayings.append(msg.StateRefused(self.worker, self._target, error))
+        self.partially_updated = True
+        if self.state is WorkerState.TRAINING:
+            self.breaks_off()
         self._fall_back(self._target)
+
+    def stands_apart(self, error: str) -> None:
+        """Records that this rank differs from its replicas, and did before the failure. It trains on."""
+        self._sayings.append(msg.StateRefused(self.worker, self.generation, error, is_apart=True))
+
+    def breaks_off(self) -> None:
+        """Records that all ranks undo this step, because one of them refuses what it has loaded."""
+        self._failed_generation = self.generation
 
     def _fall_back(self, generation: int) -> None:
         if self._started:

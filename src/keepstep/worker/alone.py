@@ -44,7 +44,7 @@ class LinkAlone(Link):
             NothingToRecoverFrom: the one rank cannot load its checkpoint, and no other rank holds the state.
         """
         match report:
-            case CollectiveFailed() | StateRefused():
+            case CollectiveFailed() | StateRefused(is_apart=False):
                 raise NothingToRecoverFrom(report.error)
             case WorkerJoined():
                 self._give(Assign(0, 1, 0, 0, 1, None, ()))

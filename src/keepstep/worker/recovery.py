@@ -33,8 +33,8 @@ from keepstep.worker.state.image import StateHeader, describe
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import Landing, Source, StateTransport, receive_state, send_state
 from keepstep.worker.step.attempt import Attempt
+from keepstep.worker.step.barrier import Votes
 from keepstep.worker.step.snapshots import Snapshots
-from keepstep.worker.values.replica_buffers import ReplicaBuffers
 
 
 class Recovery:
@@ -56,7 +56,6 @@ class Recovery:
         self._snapshots = snapshots
         self._resumed = False
         self._source, self._landing = Source(), Landing(state.device)
-        self._buffers = ReplicaBuffers(state)
         self._has_told_of_replicas = False
         self._has_told_of_snapshots = False
         self._publication: StepPublication | None = None
@@ -164,50 +163,40 @@ class Recovery:
         return is_alone or (self._snapshots is not None and self._snapshots.every != 0)
 
     def hand_out(self, step: int) -> None:
-        """Prepares the buffers for a yielded step, and begins its snapshot if one is due."""
-        self._buffers.hand_out(step)
+        """Begins the snapshot of a yielded step, if one is due."""
         if self._snapshots is not None:
-            self._snapshots.hand_out(step)
+            self._snapshots.hand_out(step, is_compared=self._attempt.is_compared(step))
 
     def before_barrier(self) -> None:
         """Waits until the snapshot of the step is complete, before this rank reports that it is synced."""
-        if self._snapshots is not None:
+        if self._snapshots is not None and not self._coordination.interrupted:
             self._snapshots.complete(self._machine.steps.step, self._coordination.page.set_waiting)
 
-    def proposals(self) -> tuple[int, ...]:
-        """Returns this rank's numbers for the gradient barrier of this step; empty if there is nothing to agree on.
+    def votes(self) -> tuple[int, bool]:
+        """Returns this rank's votes in the gradient barrier of this step.
 
-        They are: the number of steps between two snapshots (`Snapshots.proposal`); whether this rank is still writing
-        its part of a checkpoint, because either all ranks write one or none does; and the state of its buffers
-        (`ReplicaBuffers.contribution`).
+        They are the number of steps between two snapshots (`Snapshots.proposal`; 0: none), and whether this rank is
+        still writing its part of a checkpoint, because either all ranks write one or none does.
         """
-        checkpoints, snapshots, step = self._checkpoints, self._snapshots, self._machine.steps.step
-        every = snapshots.proposal(step) if snapshots is not None else None
-        is_due = checkpoints is not None and not self._share.is_all and checkpoints.is_due(step + 1)
-        buffers = self._buffers.contribution()
-        if every is None and not is_due and not buffers:
-            return ()
-        return every or 0, int(checkpoints is not None and checkpoints.is_busy()), *buffers
+        step = self._machine.steps.step
+        every = self._snapshots.proposal(step) if self._snapshots is not None else None
+        return every or 0, self._checkpoints is not None and self._checkpoints.is_busy()
 
-    def passed_barrier(self, agreed: Sequence[int] | None) -> None:
+    def passed_barrier(self, agreed: Votes | None) -> None:
         """Uses the result of the gradient barrier: every rank is synced, and has its snapshot.
 
         Args:
-            agreed: for each of the `proposals`, the maximum over all ranks. None: there were none, or a failure came.
-
-        Raises:
-            ConfigurationError: see `ReplicaBuffers.reduced`.
+            agreed: the greatest of all ranks' votes; None: a failure came.
         """
         # Without a result this rank does not know whether another one is still writing, so it begins no checkpoint.
-        every, is_any_busy, *buffers = agreed or (0, 1)
-        self._buffers.reduced(buffers)
+        is_any_busy = agreed is None or agreed.is_busy
         self._agreed_step = None if is_any_busy else self._machine.steps.step + 1
         if self._snapshots is None:
             return
         self._snapshots.passed_barrier()
-        if every:
-            self._snapshots.agreed(every)
-            self._tell_of_snapshots(every)
+        if agreed is not None and agreed.every:
+            self._snapshots.agreed(agreed.every)
+            self._tell_of_snapshots(agreed.every)
 
     def _tell_of_snapshots(self, every: int) -> None:
         """Reports once, on rank 0, how often snapshots are taken and how much memory they need."""
@@ -333,7 +322,7 @@ class Recovery:
         self._machine.loaded(received, from_checkpoint=from_checkpoint)
         order, rank, membership = move.order, self._machine.rank, self._machine.membership
         assert rank is not None
-        self._buffers.resumed(order.resume_step, rank, membership)
+        self._attempt.resumed(order.resume_step, is_restored=move.action in (Action.RESTORE, Action.REWIND))
         if self._snapshots is not None:
             self._snapshots.resumed(order.resume_step, rank, membership, order.kept_step)
         if move.action in (Action.RESTORE, Action.REWIND):

@@ -18,30 +18,25 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from keepstep.errors import PeerLost, StepInterrupted, UsageError
+from keepstep.errors import StepInterrupted, UsageError
+from keepstep.protocol.comparison import COMPARED
 from keepstep.protocol.moves import End
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.weights.memory.blocks import local_of
 from keepstep.worker.coordination import Coordination
-from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.parallel.zero import local_optimizer
 from keepstep.worker.recovery import Recovery
-from keepstep.worker.state.layout import COMPARED_AGAIN, are_replicas_equal, compare_replicas, replica_digest
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.step.attempt import Attempt
-from keepstep.worker.step.barrier import pass_gradient_barrier
+from keepstep.worker.step.barrier import Purpose, Votes, pass_gradient_barrier
 from keepstep.worker.step.stop_points import StopPoints
 from keepstep.worker.step.update import check_alone, check_call, check_gradients
 from keepstep.worker.step.warm_up import warm_up
-
-_STORE_TIMEOUT = timedelta(seconds=300)
 
 
 class StepController:
@@ -151,7 +146,7 @@ class StepController:
         self._index = self._last_index = index
         self._was_begun = False
         self._deferred.clear()
-        self._undoing.hand_out()
+        self._undoing.hand_out(index)
         self._recovery.hand_out(index)
         self.seed_before_step()
 
@@ -231,7 +226,6 @@ class StepController:
 
         Raises:
             UsageError: a step has begun already.
-            StateMismatch: this rank's values differ from those of its replicas.
         """
         if self._is_inside:
             raise UsageError(f"step {self._index} was entered inside itself")
@@ -242,27 +236,6 @@ class StepController:
         self._undoing.begin()
         self.seed(draws_as)
         self._coordination.move(StepEvent.STEP_ENTERED)
-        if self._index in COMPARED_AGAIN:
-            self._compare_replicas()
-
-    def _compare_replicas(self) -> None:
-        """Compares this rank's state with that of its replicas."""
-        machine, page, world_size = self._machine, self._coordination.page, dist.get_world_size()
-        if machine.rank is None or world_size == 1:
-            return
-        page.set_waiting(True)  # reading all of the state may take long
-        digest = replica_digest(self._state)
-        page.set_waiting(False)
-        if are_replicas_equal(digest, world_size):
-            return
-        page.set_waiting(True)
-        try:
-            store = LinkStore(self._coordination.link, machine.generation, "again", _STORE_TIMEOUT)
-            compare_replicas(self._state, self._last_index, machine.rank, store, is_start=False)
-        except PeerLost:
-            machine.echoed()
-        finally:
-            page.set_waiting(False)
 
     def commit(self) -> None:
         """Ends the step and makes it permanent. Without an ``optimizer.step()``, the gradient barrier comes first.
@@ -274,7 +247,7 @@ class StepController:
         coordination = self._coordination
         if coordination.phase in (Phase.FORWARD, Phase.BACKWARD):
             self._refuse_leftover_gradients()
-            self._pass_barrier()
+            self._pass_barrier(Purpose.END)
         coordination.complete_step()
         self._is_inside = False
         self._undoing.complete()
@@ -312,12 +285,15 @@ class StepController:
         self._is_inside, self._was_begun = False, True
         self._undoing.undo()
 
-    def _pass_barrier(self) -> None:
+    def _pass_barrier(self, purpose: Purpose) -> None:
         recovery = self._recovery
-        recovery.before_barrier()
-        proposals = recovery.proposals()
-        agreed = pass_gradient_barrier(self._coordination, self._undoing, recovery.decide_at_barrier, proposals)
-        recovery.passed_barrier(agreed)
+
+        def prepare() -> Votes:
+            self._undoing.before_barrier()
+            recovery.before_barrier()
+            return Votes(purpose if self._state.trains else Purpose.NONE, *recovery.votes())
+
+        recovery.passed_barrier(pass_gradient_barrier(self._coordination, prepare, recovery.decide_at_barrier))
 
     def _refuse_leftover_gradients(self) -> None:
         """Refuses gradients that a step without an update leaves for the next one: a rollback would lose them."""
@@ -350,7 +326,7 @@ class StepController:
     def _mark_phase(self, phase: Phase) -> None:
         present = self._coordination.phase
         if present is not phase and present in (Phase.FORWARD, Phase.BACKWARD):
-            if phase is Phase.BACKWARD and not self._has_backward and self._index in COMPARED_AGAIN:
+            if phase is Phase.BACKWARD and not self._has_backward and self._index in COMPARED:
                 self._undoing.check_gradients()
             self._has_backward |= phase is Phase.BACKWARD
             begun = StepEvent.FORWARD_BEGUN if phase is Phase.FORWARD else StepEvent.BACKWARD_BEGUN
@@ -363,7 +339,7 @@ class StepController:
             return
         check_call(arguments, keywords)
         if coordination.phase is not Phase.OPTIMIZER:
-            self._pass_barrier()
+            self._pass_barrier(Purpose.UPDATE)
         check_gradients(optimizer, coordination)
         coordination.begin_update(sys._getframe(1))
 

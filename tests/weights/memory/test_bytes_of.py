@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from keepstep.errors import ConfigurationError
-from keepstep.weights.memory.bytes_of import byte_view, digest_of, is_dense, other_than_memory
+from keepstep.weights.memory.bytes_of import byte_view, digest_of, host_bytes, is_dense, other_than_memory
 
 DTYPES = [
     torch.float32,
@@ -236,3 +236,11 @@ def test_plain_tensors_of_any_type_are_memory(name: str) -> None:
     assert other_than_memory(tensor) is None
     assert other_than_memory(torch.nn.Parameter(tensor)) is None
     assert other_than_memory(tensor.as_subclass(Labelled)) is None
+
+
+def test_reading_the_bytes_of_a_tensor_leaves_it_as_it_is() -> None:
+    """``numpy()`` would not: torch does not resize a tensor after it, as observers do with their buffers."""
+    tensor = torch.arange(3.0)
+    assert bytes(host_bytes(tensor)) == bytes(tensor.clone().numpy().data)
+    tensor.resize_(100)
+    assert host_bytes(torch.zeros(0)).nbytes == 0

@@ -1,22 +1,18 @@
 """Whether two ranks begin as replicas of each other: equal in names, shapes, dtypes and contents."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from tests.worker.ranks import join, run_ranks
 from tests.worker.state.parts import small, train
 
 from keepstep.errors import StateMismatch
 from keepstep.worker.state.layout import (
     Start,
-    are_replicas_equal,
     check_same_start,
     compare_replicas,
-    replica_digest,
     start_of,
 )
 from keepstep.worker.state.protected import ProtectedState
@@ -154,33 +150,3 @@ def test_a_replica_on_another_type_of_device_is_named() -> None:
     theirs = msgspec.structs.replace(own, tensors=tensors)
     with pytest.raises(StateMismatch, match=r"'model\.bias' is on cpu on rank 1 and on cuda on rank 0"):
         check_same_start(own, theirs, 1)
-
-
-# ---- after some steps -----------------------------------------------------------------------------------------------
-
-
-def compared(rank: int, size: int, path: Path, change: str, shards: tuple[str, ...]) -> bool:
-    """A job that has trained: whether its ranks are replicas still."""
-    join(path, rank, size)
-    made = parts(3)
-    if rank == 1 and change:
-        globals()[change](made)
-    return are_replicas_equal(replica_digest(ProtectedState(made, shard=shards[rank])), size)
-
-
-@pytest.mark.parametrize("change", ["", "other_weight", "other_buffer", "other_moment", "other_rate"])
-def test_all_ranks_know_whether_replicas_are_equal(change: str, tmp_path: Path) -> None:
-    assert run_ranks(2, compared, tmp_path, change, ("", "")) == [not change] * 2
-
-
-def test_shards_need_not_be_equal(tmp_path: Path) -> None:
-    assert run_ranks(3, compared, tmp_path, "other_moment", ("a", "b", "a")) == [True] * 3
-
-
-def test_what_differs_after_some_steps_says_what_to_do() -> None:
-    one, other = parts(3), parts(3)
-    other_moment(other)
-    with pytest.raises(StateMismatch) as caught:
-        check_same_start(start_of(ProtectedState(other)), start_of(ProtectedState(one)), 1, 0, is_start=False)
-    assert "'optimizer/0/exp_avg' differs between rank 1 and rank 0 by now" in str(caught.value)
-    assert 'protect(shard=f"rank {session.rank}")' in str(caught.value)

@@ -1,5 +1,6 @@
 """State that an object tells of only in its own ``state_dict()``: carried, undone, checked, or refused."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,13 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def scripted() -> nn.Module:
+    """Its buffers are in no dict."""
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        model: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    return model
+
+
 def linear() -> nn.Module:
     return nn.Linear(4, 3)
 
@@ -327,6 +335,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.Opti
     "a shared tensor": (linear, Shares, torch.float32),
     "a tensor that parameters share": (linear, SharesOnce, torch.float32),
     "a dtype": (linear, with_a_dtype, torch.float32),
+    "a scripted model": (scripted, sgd, torch.float32),
     "an optimizer's hook": (linear, hooked, torch.float32),
     "extra state": (Counter, sgd, torch.float32),
     "_save_to_state_dict": (Saves, sgd, torch.float32),
@@ -392,20 +401,6 @@ def test_what_an_optimizer_holds_itself_keeps_its_place() -> None:
     restored(ProtectedState(source), ProtectedState(target))
     assert target["optimizer"].state["global"] is shared
     assert shared["norms"] is norms
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is")  # torch's own: deprecated
-def test_a_scripted_model_is_carried() -> None:
-    """The buffers of a ScriptModule are no dict."""
-
-    def scripted() -> nn.Module:
-        model: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
-        return model
-
-    source, target = (trained(made(scripted, sgd, torch.float32), num_steps) for num_steps in (2, 1))
-    first, second = ProtectedState(source), ProtectedState(target)
-    restored(first, second)
-    assert first.digest() == second.digest()
 
 
 def test_moments_stay_the_tensors_that_were_restored() -> None:

@@ -32,7 +32,7 @@ def test_replicated_values_may_change_at_any_time() -> None:
     for moment in (
         lambda: declared.begin(1, share=True),
         declared.hand_out,
-        lambda: declared.before_barrier(0, 1),
+        lambda: declared.before_barrier(1),
         declared.check,
         declared.hand_out,
         declared.undone,
@@ -49,7 +49,7 @@ def test_local_values_may_change_from_the_hand_out_to_the_barrier() -> None:
     own = declared.declare("", True, {"losses": 0})
     own.losses = 1
     declared.begin(1, share=True)
-    for step in range(2):
+    for _ in range(2):
         with pytest.raises(UsageError, match=LATE):
             own.losses = 2
         declared.hand_out()
@@ -57,7 +57,7 @@ def test_local_values_may_change_from_the_hand_out_to_the_barrier() -> None:
         declared.undone()
         own.losses = 4  # put back before the step is repeated
         declared.hand_out()
-        declared.before_barrier(step, 1)
+        declared.before_barrier(1)
         with pytest.raises(UsageError, match=LATE):
             own.losses = 5
         declared.check()
@@ -72,7 +72,7 @@ def test_late_changes_in_place_are_found_at_the_end_of_the_step_or_at_the_next()
     for step in range(2):
         declared.hand_out()
         own.losses.append(step)
-        declared.before_barrier(step, 1)
+        declared.before_barrier(1)
         own.losses.append(2)
         with pytest.raises(UsageError, match=LATE):
             declared.check()
@@ -113,11 +113,11 @@ def test_local_values_that_are_too_large_are_refused_with_the_number(monkeypatch
     declared.hand_out()
     own.large = b"x" * module.MAX_RANK_BYTES
     with pytest.raises(ConfigurationError, match=r"take 65\d\d\d bytes, and 65536 are allowed on 1 ranks.*\.large"):
-        declared.before_barrier(0, 1)
+        declared.before_barrier(1)
     own.large = b"x" * 1000
     monkeypatch.setattr(module, "MAX_TABLE_BYTES", 100)
     with pytest.raises(ConfigurationError, match="and 100 are allowed"):
-        declared.before_barrier(0, 1)
+        declared.before_barrier(1)
 
 
 # ---- between ranks --------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_local_values_that_are_too_large_are_refused_with_the_number(monkeypatch
 
 def in_a_step(declared: DeclaredState, step: int, world_size: int) -> None:
     """To the end of a step in which nothing more changes."""
-    declared.before_barrier(step, world_size)
+    declared.before_barrier(world_size)
     declared.check()
 
 
@@ -169,33 +169,6 @@ def test_every_rank_holds_the_local_values_of_all(tmp_path: Path) -> None:
         for rank in range(3)
     ]
     assert all(result[1] == [*expected, (True, True, "")] for result in results)
-
-
-def compared(rank: int, num_ranks: int, path: Path) -> list[str]:
-    join(path, rank, num_ranks)
-    declared = DeclaredState(lambda: rank)
-    state = declared.declare("", False, {"wins": 0, "best": 0.0})
-    declared.begin(num_ranks, share=True)
-    told = []
-    for step in range(10):
-        declared.hand_out()
-        state.wins += 1
-        if step >= 3:
-            state.best = 0.5 if rank < 2 else 0.25
-        try:
-            in_a_step(declared, step, num_ranks)
-        except UsageError as error:
-            told.append(f"{step}: {error}")
-            state.best = 0.0
-    return told
-
-
-def test_replicated_values_that_differ_are_found(tmp_path: Path) -> None:
-    """At the next of the steps at which they are compared."""
-    for told in run_ranks(3, compared, tmp_path):
-        assert len(told) == 2
-        assert told[0].startswith("4: step 4: session.state().best differs between rank 0 and ranks [2], and a ")
-        assert told[1].startswith("8: step 8: session.state().best differs")
 
 
 # ---- what is loaded -------------------------------------------------------------------------------------------------

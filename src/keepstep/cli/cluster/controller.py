@@ -11,6 +11,7 @@ from keepstep.launcher.cluster.flags import (
     MAX_NODES_ALONE,
     MAX_RELAYS,
     NODES_PER_RELAY,
+    add_compare_flag,
     add_controller_flags,
     add_recovery_flags,
     endpoint_of,
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--drain", action="store_true", help=argparse.SUPPRESS)
     add_recovery_flags(parser)
+    add_compare_flag(parser)
     add_controller_flags(parser)
     add_output_flags(parser)
     return parser

@@ -23,6 +23,7 @@ DEFAULT_PORT = 29400
 """torchrun's default port of a rendezvous endpoint."""
 
 NO_ENGINE, RAY = "none", "ray"
+WARN, STRICT = "warn", "strict"
 ENGINE_TIMEOUT_S = 600.0
 """A cloud takes minutes to start a machine."""
 
@@ -81,6 +82,7 @@ class Shape:
             ranks_per_node=self.ranks_per_node,
             most_per_node=self._most_per_node(arguments.min_nodes),
             max_restarts=arguments.max_restarts,
+            ends_apart=arguments.compare == STRICT,
             quarantine_failures=num_failures,
             quarantine_window_s=window_s,
             grace_s=grace_of(arguments),
@@ -166,6 +168,15 @@ def add_recovery_flags(parser: argparse._ActionsContainer) -> None:
         "--quarantine", default=f"{QUARANTINE_FAILURES}:{QUARANTINE_WINDOW_S:g}", metavar="N:SECONDS|off",
         help="use a node or device that failed N times within SECONDS only if no other spare is left "
         "(default: %(default)s)",
+    )  # fmt: skip
+
+
+def add_compare_flag(parser: argparse._ActionsContainer) -> None:
+    """Adds the flag of what to do about replicas that have trained apart. A drill compares all of the state itself."""
+    parser.add_argument(
+        "--compare", choices=(WARN, STRICT), default=WARN,
+        help="after a recovery, ranks that hold the same state are compared; if those that were not lost differ: warn "
+        "and go on, or end the job and save the state of each (default: %(default)s)",
     )  # fmt: skip
 
 

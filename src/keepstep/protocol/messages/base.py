@@ -33,6 +33,7 @@ class Cause(enum.StrEnum):
     DRAIN = "drain"
     DEVICE = "device failed"
     STATE = "state differs"
+    APART = "replicas differ"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):

@@ -63,11 +63,15 @@ class CollectiveFailed(Message, frozen=True):
 
 
 class StateRefused(Message, frozen=True):
-    """The worker has loaded the state, and what its objects then say of theirs is something else."""
+    """The worker has loaded the state, and what its objects then say of theirs is something else.
+
+    ``is_apart``: it has loaded nothing, differs from its replicas for another reason, and goes on.
+    """
 
     worker: int
     generation: int
     error: str
+    is_apart: bool = False
 
 
 class SafePointReached(Message, frozen=True):

@@ -415,9 +415,10 @@ class RecoveryMachine:
             case msg.CollectiveFailed():
                 detail = f"rank {worker.rank}: group {message.group}: {message.error}"
                 self._go(self._stage.interrupted(msg.Cause.COLLECTIVE, detail, (), now_s), now_s)
-            case msg.StateRefused():
+            case msg.StateRefused() if not message.is_apart or self._job.settings.ends_apart:
                 detail = f"rank {worker.rank}: {message.error}"
-                self._go(self._stage.interrupted(msg.Cause.STATE, detail, (), now_s), now_s)
+                cause = msg.Cause.APART if message.is_apart else msg.Cause.STATE
+                self._go(self._stage.interrupted(cause, detail, (), now_s), now_s)
             case msg.CheckpointWritten():
                 self._job.has_checkpoint = True
             case msg.OnceRequested() if not worker.lost:

@@ -36,6 +36,8 @@ class RecoverySettings:
     """Most processes that may be started in addition to the first ones; None: no limit while the job makes progress."""
     max_recoveries_without_progress: int = 8
     """The job ends after more recoveries in a row without a completed step, because such a step will fail again."""
+    ends_apart: bool = False
+    """``--compare strict``: the job ends if replicas have trained apart; else it goes on, with a warning."""
     nodes_may_join: bool = True
     """False if the job has one node from the start, so that no other node can bring room for a rank."""
     deadlines: Deadlines = DEADLINES

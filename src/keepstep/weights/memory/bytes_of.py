@@ -109,11 +109,23 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor: its own memory if it is on the CPU, else a copy.
+
+    ``Tensor.numpy()`` would do as well, but torch never resizes a tensor after it, and some modules resize their
+    buffers.
+
+    Raises:
+        ConfigurationError: see `byte_view`.
+    """
+    return np.from_dlpack(byte_view(tensor.cpu())).data
+
+
 def digest_of(tensors: Iterable[tuple[str, torch.Tensor]], extra: bytes) -> str:
     """A 128-bit digest (xxh3) of names, dtypes, shapes, strides and bytes, and of ``extra``."""
     state = xxhash.xxh3_128()
     for name, tensor in tensors:
         state.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{tensor.stride()};".encode())
-        state.update(byte_view(tensor.cpu()).numpy().data)
+        state.update(host_bytes(tensor))
     state.update(extra)
     return state.hexdigest()

@@ -24,6 +24,7 @@ from torch import distributed as dist
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.waiting.operations import Operation
+from keepstep.weights.memory.bytes_of import host_bytes
 from keepstep.worker.backends.communicator import Outputs
 from keepstep.worker.groups import objects
 
@@ -117,7 +118,7 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return host_bytes(tensor.cpu().contiguous()).tobytes()
 
 
 def _shapes(tensors: Iterable[Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -14,27 +15,37 @@ from torch import distributed as dist
 from keepstep.errors import StateMismatch
 from keepstep.protocol.transfer.boxes import Box
 from keepstep.weights.memory.blocks import NamedBlock, is_dtensor
-from keepstep.weights.memory.bytes_of import byte_view
+from keepstep.weights.memory.bytes_of import host_bytes
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.state import tree
 from keepstep.worker.state.protected import Modes, ProtectedState
 
-COMPARED_AGAIN = frozenset({1, 2, 4, 8, 16})
-"""Replicas are also compared before these steps. State that each rank computes differently by design, such as a part of
-the optimizer state or statistics of its own batches, differs after one update or a few."""
+
+class Found(NamedTuple):
+    """When a difference between replicas was found, and what to do about it: the end of an error message."""
+
+    when: str
+    advice: str
 
 
-_AT_START = (
-    "build the same model on every rank (wrap it in DistributedDataParallel, seed alike) and load the same checkpoint "
-    "everywhere. Ranks whose parts differ under equal names, as experts do, say so: "
-    'protect(shard="...") with another text for each part'
+AT_START = Found(
+    "before the first step",
+    "a lost rank gets its state from a rank that holds the same: build the same model on every rank (wrap it in "
+    "DistributedDataParallel, seed alike) and load the same checkpoint everywhere. Ranks whose parts differ under "
+    'equal names, as experts do, say so: protect(shard="...") with another text for each part',
 )
-_LATER = (
-    "average gradients over all ranks (DistributedDataParallel), and what a forward changes as well "
-    "(broadcast_buffers=True, SyncBatchNorm). An optimizer that gives each rank a part of its state needs "
-    'protect(shard=f"rank {session.rank}"), and values of each rank\'s own session.state(per_rank=True)'
+LATER = Found(
+    "by now",
+    "a lost rank gets its state from a rank that holds the same: average gradients over all ranks "
+    "(DistributedDataParallel), and what a forward changes as well (broadcast_buffers=True, SyncBatchNorm). An "
+    'optimizer that gives each rank a part of its state needs protect(shard=f"rank {session.rank}"), and values of '
+    "each rank's own session.state(per_rank=True)",
 )
-"""Advice at the end of an error message."""
+RESTORED = Found(
+    "after it was restored",
+    "something that it computes with has begun anew, or was lost on the way. Let the state_dict() of the object say "
+    "it, and give the object to protect()",
+)
 
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -149,30 +160,25 @@ class Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """xxh3 (64 bit) of the content of each tensor, then of each host value."""
 
 
-def start_of(state: ProtectedState, first_step: int = 0) -> Start:
-    """Describes this rank's current state. ``first_step`` is the step that the rank's script begins with."""
+def start_of(state: ProtectedState, first_step: int = 0, known: Mapping[str, bytes] = MappingProxyType({})) -> Start:
+    """Describes this rank's current state.
+
+    Args:
+        state: this rank's protected objects.
+        first_step: the step that the rank's script begins with.
+        known: digests of some tensors, by name, that need not be computed again.
+    """
     blocks = state.blocks()
     host = {"steps(start=...)": first_step, **dict(_host_values(state.host_state()))}
-    digests = [xxhash.xxh3_64_digest(byte_view(block.held.tensor.cpu()).numpy().data) for block in blocks]
+    digests = [known.get(block.names[0]) or digest_of_block(block.held.tensor) for block in blocks]
     return Start(
         headers_of(blocks), tuple(host), (*digests, *(bytes.fromhex(tree.digest(each)) for each in host.values()))
     )
 
 
-def replica_digest(state: ProtectedState) -> bytes:
-    """A digest of the shard's name, followed by a digest of this rank's current state. It reads the whole state."""
-    own = xxhash.xxh3_128_digest(msgspec.msgpack.encode(start_of(state)))
-    return xxhash.xxh3_64_digest(state.shard().encode()) + own
-
-
-def are_replicas_equal(digest: bytes, world_size: int) -> bool:
-    """Compares the `replica_digest` of all ranks. This is a collective operation.
-
-    Returns:
-        whether the ranks of every shard have equal digests. The result is the same on all ranks.
-    """
-    rows = gathered(digest, world_size)
-    return len(set(rows)) == len({row[:8] for row in rows})
+def digest_of_block(tensor: torch.Tensor) -> bytes:
+    """xxh3 (64 bit) of the content of a block."""
+    return xxhash.xxh3_64_digest(host_bytes(tensor))
 
 
 def gathered(own: bytes, world_size: int) -> list[bytes]:
@@ -187,20 +193,17 @@ def gathered(own: bytes, world_size: int) -> list[bytes]:
     return [row.tobytes() for row in output.view(world_size, -1).numpy()]
 
 
-def compare_replicas(
-    state: ProtectedState, first_step: int, rank: int, store: LinkStore, *, is_start: bool = True
-) -> None:
-    """Compares this rank's state with that of the first replica in the store, by digest.
+def compare_replicas(state: ProtectedState, first_step: int, rank: int, store: LinkStore) -> None:
+    """Compares this rank's initial state with that of the first replica in the store, by digest.
 
     Details are exchanged only on a mismatch. Equal names, shapes and dtypes do not make two ranks replicas: stages of a
     pipeline can be alike in all of these. If no state is sharded, all ranks are replicas of rank 0.
 
     Args:
         state: this rank's protected objects.
-        first_step: the step that this rank's script begins with, or is at.
+        first_step: the step that this rank's script begins with.
         rank: this rank.
         store: the store of this generation. The first replica writes its description there.
-        is_start: whether the rank is before its first step.
 
     Raises:
         StateMismatch: the states differ; the message names the first tensor or host value that differs, and how.
@@ -217,10 +220,10 @@ def compare_replicas(
         store.set(f"{prefix}digest", digest)
     elif store.get(f"{prefix}digest") != digest:
         first = msgspec.msgpack.decode(store.get(f"{prefix}start"), type=Start)
-        check_same_start(own, first, rank, int(store.get(f"{prefix}rank")), is_start=is_start)
+        check_same_start(own, first, rank, int(store.get(f"{prefix}rank")))
 
 
-def check_same_start(own: Start, theirs: Start, rank: int, first: int = 0, *, is_start: bool = True) -> None:
+def check_same_start(own: Start, theirs: Start, rank: int, first: int = 0, found: Found = AT_START) -> None:
     """Compares the initial states of rank ``rank`` and rank ``first``, or their states at a later step.
 
     Raises:
@@ -240,10 +243,7 @@ def check_same_start(own: Start, theirs: Start, rank: int, first: int = 0, *, is
         raise StateMismatch(f"only one of rank {rank} and rank {first} has {extra[0]}: replicas must be equal")
     names = [f"'{header.name}'" for header in own.tensors] + [f"the host value {name}" for name in own.host]
     name = next(name for name, mine, its in zip(names, own.digests, theirs.digests, strict=True) if mine != its)
-    raise StateMismatch(
-        f"{name} differs between rank {rank} and rank {first} {'before the first step' if is_start else 'by now'}, and "
-        f"a lost rank gets its state from a rank that holds the same: {_AT_START if is_start else _LATER}"
-    )
+    raise StateMismatch(f"{name} differs between rank {rank} and rank {first} {found.when}, and {found.advice}")
 
 
 def _host_values(host: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -306,6 +306,11 @@ class ProtectedState:
         """The protected gradient scalers: they may skip an update."""
         return [thing for thing in self.others.values() if isinstance(thing, torch.amp.GradScaler)]
 
+    @property
+    def trains(self) -> bool:
+        """Whether a protected optimizer has parameters on this rank."""
+        return any(group["params"] for optimizer in self.optimizers.values() for group in optimizer.param_groups)
+
     def parts(self) -> list[tuple[str, torch.nn.Module]]:
         """All modules and submodules, each once, under its first name."""
         seen: set[torch.nn.Module] = set()

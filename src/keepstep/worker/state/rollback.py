@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from keepstep.errors import UsageError
+from keepstep.protocol.comparison import COMPARED
 from keepstep.weights.memory.blocks import is_dtensor, local_of
 from keepstep.weights.memory.bytes_of import byte_view
-from keepstep.worker.state.layout import COMPARED_AGAIN
 from keepstep.worker.state.protected import ProtectedState, parameters_of
 
 
@@ -46,9 +46,10 @@ class _ModuleBuffers:
 
     def put_back(self) -> None:
         """Restores the same tensor objects with the same content, even if a forward assigned, added or removed some."""
-        self._live.clear()
-        self._live.update(self._were)
+        if isinstance(self._live, dict):
+            self._live.clear()  # a scripted module has no dict, and always the same buffers
         for name, buffer in self._were.items():
+            self._live[name] = buffer
             if buffer is None:
                 continue
             copy = self._copies[name]
@@ -62,7 +63,7 @@ LEARNING_STEPS = 3
 does not change the content."""
 
 
-_CHECKED_STEPS = 2 * max(COMPARED_AGAIN)
+_CHECKED_STEPS = 2 * max(COMPARED)
 """In this many steps keepstep checks that the script drops the gradients that an update has used."""
 
 

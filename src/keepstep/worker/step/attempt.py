@@ -8,6 +8,7 @@ from keepstep.protocol.phases import Phase
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rollback import StepSnapshot
+from keepstep.worker.step.comparison import Comparison
 from keepstep.worker.step.device_completion import DeviceCompletion
 from keepstep.worker.values.declared import DeclaredState
 
@@ -30,6 +31,7 @@ class Attempt:
         self._layout = state.layout
         self._declared = declared
         self._device = device
+        self._comparison = Comparison(coordination, state, declared.replicated)
 
     def start_up(self) -> None:
         """Prepares the first step. Ranks that start together exchange their rank-local values."""
@@ -37,7 +39,15 @@ class Attempt:
         together = machine.generation > 0 and not machine.used_echo and machine.rank is not None
         self._declared.begin(dist.get_world_size(), share=together)
 
-    def hand_out(self) -> None:
+    def resumed(self, step: int, *, is_restored: bool) -> None:
+        """Tells of a resume step; see `Comparison.resumed`."""
+        self._comparison.resumed(step, is_restored=is_restored)
+
+    def is_compared(self, step: int) -> bool:
+        """Whether this rank's state is compared with its replicas' in a step, before the gradient barrier."""
+        return self._comparison.compares_state(step)
+
+    def hand_out(self, step: int) -> None:
         """Records the state that an interrupted attempt must restore.
 
         The attempt begins here, not at its ``with``: the script's code before the ``with`` is repeated, too.
@@ -45,6 +55,7 @@ class Attempt:
         self._declared.hand_out()
         self._snapshot.take()
         self._layout.hand_out()
+        self._comparison.hand_out(step)
         self._coordination.begin_attempt()
 
     def settle(self, *, is_done: bool) -> None:
@@ -69,18 +80,22 @@ class Attempt:
     def before_barrier(self) -> None:
         """Establishes what the gradient barrier guarantees.
 
-        Afterwards module buffers are equal on all ranks, and every rank holds the rank-local values of all ranks. The
-        device has completed all of it, unless the step was interrupted.
+        Afterwards module buffers are equal on all ranks, and every rank holds the rank-local values of all ranks. In
+        some steps, replicas are known to hold the same. The device has completed all of it, unless the step was
+        interrupted.
 
         Raises:
             RuntimeError: an operation has failed after the script had waited for it on a stream.
+            StateMismatch: this rank differs from a replica; see `Comparison.before_barrier`, as for StepInterrupted.
         """
         self._layout.before_barrier()
         self._snapshot.before_barrier()
-        self._declared.before_barrier(self._machine.steps.step, dist.get_world_size())
+        self._declared.before_barrier(dist.get_world_size())
         coordination = self._coordination
         assert coordination.groups is not None
         self._device.wait(coordination.groups.look, lambda: coordination.interrupted)
+        if not coordination.interrupted:
+            self._comparison.before_barrier(self._machine.steps.step)
 
     def drain(self) -> None:
         """Waits until no operation is in flight, in any group and on any stream of the device."""

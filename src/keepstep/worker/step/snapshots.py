@@ -18,6 +18,7 @@ import errno
 import functools
 import mmap
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -83,22 +84,28 @@ class _Copy:
     pieces: list[_Piece]
     is_begun: Wait
     """Waits until the device has come to the step, and the copies made before the step are complete."""
+    is_confirmed: threading.Event
+    """Set once the copied state is known to be what its replicas hold: nobody may load it before."""
     is_cancelled: bool = False
     processor_s: float = 0.0
     """Processor time of the copy, in seconds."""
 
     def run(self, file: SnapshotFile, rank: int, copies: SideCopies, on_moment: OnMoment) -> WholeSnapshot | None:
-        """Fills the slot and seals it. Runs in the snapshot thread. Returns None if the copy was cancelled."""
+        """Fills the slot and seals it. Runs in the snapshot thread. Returns None if the copy was cancelled.
+
+        What it waits for is set by `Snapshots.complete`, or by what cancels the copy.
+        """
         begun_s = time.thread_time()
         copies.pin(self.slot, self.view)
         self.is_begun()
         digest = self._fill(copies)
-        if digest is None:
+        self.processor_s = time.thread_time() - begun_s
+        self.is_confirmed.wait()
+        if digest is None or self.is_cancelled:
             return None
         whole = WholeSnapshot(self.slot, rank, self.step, self.num_bytes, digest)
         file.seal(whole)
         on_moment(SnapshotMoment.COMPLETE, self.step, self.num_bytes, time.monotonic_ns())
-        self.processor_s = time.thread_time() - begun_s
         return whole
 
     def _fill(self, copies: SideCopies) -> bytes | None:
@@ -199,8 +206,13 @@ class Snapshots:
 
     # ---- taking ---------------------------------------------------------------------------------------------------
 
-    def hand_out(self, step: int) -> None:
+    def hand_out(self, step: int, *, is_compared: bool = False) -> None:
         """Begins the snapshot of a yielded step, if one is due.
+
+        Args:
+            step: the step.
+            is_compared: whether the state is compared with its replicas' before `complete` is called. The snapshot can
+                be loaded only from then on.
 
         Raises:
             ConfigurationError: there is no memory for it.
@@ -235,7 +247,9 @@ class Snapshots:
             if piece.is_copied:
                 self._side.copy(memory[piece.offset : piece.offset + piece.tensor.numel()], piece.tensor)
         is_begun = self._side.mark({piece.tensor.device for piece in pieces})
-        self._copy = _Copy(step, slot, end, view, pieces, is_begun)
+        self._copy = _Copy(step, slot, end, view, pieces, is_begun, threading.Event())
+        if not is_compared:
+            self._copy.is_confirmed.set()
         self._on_moment(SnapshotMoment.BEGUN, step, end, begun_ns)
         self._running = self._thread.submit(self._run, self._copy)
         if self._schedule.every is None:
@@ -258,6 +272,7 @@ class Snapshots:
             set_waiting: called before and after a wait for a copy, so that the agent does not take the rank for hung.
         """
         if self._copy is not None and self._running is not None:
+            self._copy.is_confirmed.set()
             begun_s = time.monotonic()
             with _waiting(set_waiting):  # the first copies touch new memory, which may take longer than a backward
                 self._running.result()
@@ -273,7 +288,8 @@ class Snapshots:
 
     def flush(self) -> None:
         """Waits for the copies in progress after the last step, so that no other rank waits for this one."""
-        if self._running is not None:
+        if self._running is not None and self._copy is not None:
+            self._copy.is_confirmed.set()
             self._running.result()
         self._copies.wait()
 
@@ -316,6 +332,7 @@ class Snapshots:
     def _cancel(self) -> None:
         if self._copy is not None and self._running is not None:
             self._copy.is_cancelled = True
+            self._copy.is_confirmed.set()
             self._running.result()
             self._copy = self._running = None
 

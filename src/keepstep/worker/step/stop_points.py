@@ -59,10 +59,11 @@ class StopPoints:
             parameters = [parameter for parameter in root.parameters() if parameter.requires_grad]
             if not parameters:
                 continue
-            for called in _called(root):
+            for called in filter(_takes_hooks, _called(root)):
                 called.register_forward_pre_hook(self._before_called)
                 called.register_forward_hook(self._after_called)
-            parts = spread([part for part in root.modules() if part is not root], NUM_STOP_POINTS)
+            inner = [part for part in root.modules() if part is not root]
+            parts = spread(list(filter(_takes_hooks, inner)), NUM_STOP_POINTS)
             self._removable.append([part.register_forward_pre_hook(self._before_forward) for part in parts])
             if any(is_dtensor(parameter) for parameter in parameters):
                 # FSDP accumulates into gathered parameters, which are temporary. So the hooks are on outputs.
@@ -105,6 +106,11 @@ class StopPoints:
     def _after_gradient(self, _tensor: torch.Tensor) -> None:
         self._on_phase(Phase.BACKWARD)
         self._check()
+
+
+def _takes_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks can be added to a module: not to what was scripted."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 def _called(module: torch.nn.Module) -> list[torch.nn.Module]:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch, UsageError
 from keepstep.weights.memory.blocks import is_dtensor
-from keepstep.weights.memory.bytes_of import byte_view
+from keepstep.weights.memory.bytes_of import byte_view, host_bytes
 from keepstep.worker.state import tree
 from keepstep.worker.values.missing import Missing
 
@@ -171,7 +171,7 @@ def from_bytes(encoded: bytes, path: str) -> Any:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str, bytes]:
-    content = byte_view(tensor.detach().cpu().contiguous()).numpy().tobytes()
+    content = host_bytes(tensor.detach().cpu().contiguous()).tobytes()
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type, content
 
 

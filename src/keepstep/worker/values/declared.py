@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import xxhash
 from torch import distributed as dist
 
 from keepstep.errors import ConfigurationError, InternalError, RemoteProtocolError, StateMismatch, UsageError
@@ -29,7 +28,6 @@ limit."""
 _MIN_CAPACITY = 120
 """Initial capacity of a row in bytes. With its length it fills two cache lines; a running mean takes 60 bytes."""
 _LENGTH_BYTES = 8
-_DIGEST_BYTES = 8
 
 
 class Moment(enum.Enum):
@@ -115,18 +113,19 @@ class DeclaredState:
         self.check()
         self._moment = Moment.OPEN
 
-    def before_barrier(self, step: int, world_size: int) -> None:
-        """Exchanges the local values with all ranks. At some steps it also compares the replicated values.
+    def before_barrier(self, world_size: int) -> None:
+        """Exchanges the local values with all ranks.
 
         Raises:
             ConfigurationError: this rank's local values are too large.
-            UsageError: replicated values differ from rank to rank.
         """
         if self._local:
             self._share(world_size)
-        if self._replicated and world_size > 1 and step & (step - 1) == 0:
-            self._compare(step, world_size)
         self._moment = Moment.SHARED
+
+    def replicated(self) -> dict[str, bytes]:
+        """The values that are to be equal on all ranks, as bytes, by the attributes as the script writes them."""
+        return _by_attribute(self._replicated)
 
     def check(self) -> None:
         """Checks that local values have not changed. Call it after a step, and when the script requests the next one.
@@ -164,33 +163,6 @@ class DeclaredState:
             f"{allowed} are allowed on {world_size} ranks: they travel to all ranks at every step. The largest is "
             f"{largest} with {sizes[largest]} bytes"
         )
-
-    def _compare(self, step: int, world_size: int) -> None:
-        """Compares a digest of all replicated values between ranks; if it differs, a digest of each attribute.
-
-        It runs at steps 0, 1, 2, 4, 8 and so on. So a value that the script computes differently on each rank is found
-        early, and the cost per step vanishes in the long run.
-        """
-        own = _by_attribute(self._replicated)
-        digests = [xxhash.xxh3_64_digest(f"{name}:".encode() + content) for name, content in own.items()]
-        rows = gathered(len(digests).to_bytes(8, "little") + xxhash.xxh3_64_digest(b"".join(digests)), world_size)
-        if all(row == rows[0] for row in rows):
-            return
-        if any(row[:8] != rows[0][:8] for row in rows):
-            numbers = [int.from_bytes(row[:8], "little") for row in rows]
-            raise UsageError(f"step {step}: the ranks have declared {numbers} attributes by session.state()")
-        details = gathered(b"".join(digests), world_size)  # a collective: all ranks call it, or none
-        names = list(own)
-        for index in range(len(digests)):
-            at = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
-            others = [rank for rank, row in enumerate(details) if row[at] != details[0][at]]
-            if others:
-                raise UsageError(
-                    f"step {step}: {names[index]} differs between rank 0 and ranks {others[:4]}, and a replacement "
-                    "would get another rank's; reduce what it is computed from over all ranks, or declare it with "
-                    "session.state(..., per_rank=True)"
-                )
-        raise InternalError(f"step {step}: the digests of replicated values differ, and no attribute does")
 
 
 class _Table:

@@ -30,8 +30,8 @@ from keepstep.protocol.recovery.transitions import (
 )
 
 _TIMES_LOADED = 2
-"""So often the state is loaded before the next step is completed: a mismatch may come from what the transfer met, but
-not twice."""
+"""So many generations in a row end because a rank refuses the state: a mismatch may come from what the transfer met,
+but not twice."""
 
 
 class Stopping(RecoveryStage):
@@ -108,9 +108,11 @@ class Stopping(RecoveryStage):
         record.stopped_s = record.stopped_s or now_s
         if (idle := job.generation - job.progress.last_generation) > job.settings.max_recoveries_without_progress:
             return ToRescuing(f"{idle} failures in a row without a completed step: {record.detail}")
-        since = (each.cause for each in job.records if each.generation > job.progress.last_generation)
-        if sum(cause == Cause.STATE for cause in since) >= _TIMES_LOADED:
+        refused = {each.generation for each in job.records if each.cause == Cause.STATE}
+        if refused.issuperset(range(record.generation - _TIMES_LOADED + 1, record.generation + 1)):
             return ToRescuing(f"the state was loaded {_TIMES_LOADED} times and is not what was loaded: {record.detail}")
+        if record.cause == Cause.APART:
+            return ToRescuing(f"replicas have trained apart, and the job has --compare strict: {record.detail}")
         if ended_early := verdicts.ended_early(job.roster):
             return ToEnded(ended_early)
         if record.num_exceptions == job.settings.world_size:

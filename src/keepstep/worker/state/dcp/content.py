@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from keepstep.weights.memory.blocks import NamedBlock
-from keepstep.weights.memory.bytes_of import byte_view
+from keepstep.weights.memory.bytes_of import host_bytes
 from keepstep.worker.parallel.layout import Replicated
 from keepstep.worker.parallel.zero import writes_buffers
 from keepstep.worker.state import tree
@@ -111,7 +111,7 @@ def _pack(value: Any, name: str, others: Named) -> Packed:
 
 def digest_of_tensor(tensor: torch.Tensor) -> bytes:
     """A digest of a tensor's content, to compare two ranks' tensors of the same name."""
-    return xxhash.xxh3_128_digest(byte_view(tensor.cpu()).numpy().data)
+    return xxhash.xxh3_128_digest(host_bytes(tensor))
 
 
 class SavedNames:
