@@ -9,7 +9,8 @@ Rank = tuple[str, str, bool]
 
 
 def judged(*ranks: Rank) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, int]]:
-    return tuple(judge([Said(group.encode(), digest.encode(), given) for group, digest, given in ranks]))  # type: ignore[return-value]
+    verdict = judge([Said(group.encode(), digest.encode(), given) for group, digest, given in ranks])
+    return verdict.refused, verdict.apart, verdict.first
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ parser.add_argument("--steps", type=int, default=30)
 parser.add_argument("--hidden", action="store_true", help="the optimizer counts updates in what it tells nobody")
 parser.add_argument("--apart-at", type=int, help="one rank writes to a parameter of its own in this step")
 parser.add_argument("--wrong-load", type=int, default=0, help="a replacement is wrong after so many loads")
+parser.add_argument("--skip-at", type=int, help="rank 1 skips the update of this step")
 parser.add_argument("--kill-at", type=int, default=20, help="rank 1 is killed in this step's forward")
 arguments = parser.parse_args()
 
@@ -57,6 +58,7 @@ for step in session.steps(arguments.steps):
         if step.index == arguments.apart_at and session.rank == 2:
             model.module.bias.data += 1
         model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
+        if step.index != arguments.skip_at or session.rank != 1:
+            optimizer.step()
         optimizer.zero_grad()
 print(f"rank {session.rank}: {model.module.weight.double().sum().item():.17g}", flush=True)

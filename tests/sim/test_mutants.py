@@ -48,6 +48,7 @@ from keepstep.protocol.snapshots import SnapshotSchedule
 from keepstep.protocol.waiting.explanation import RankState
 from keepstep.protocol.worker import Urgency, WorkerMachine
 from keepstep.sim.cluster import snapshots as sim_snapshots
+from keepstep.sim.cluster import worker as sim_worker
 from keepstep.sim.cluster.collectives import WORLD
 from keepstep.sim.cluster.groups import registry
 from keepstep.sim.cluster.groups.registry import SimulatedGroup, SimulatedGroups
@@ -886,6 +887,33 @@ def the_first_load_that_is_refused_ends_the_job(patch: pytest.MonkeyPatch) -> No
     patch.setattr(stopping, "_TIMES_LOADED", 1)
 
 
+def replicas_are_not_compared_after_a_recovery(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sim_worker, "follows_recovery", lambda step, at, generation: False)
+
+
+def only_the_restored_state_is_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sim_worker, "follows_recovery", lambda step, at, generation: generation > 1 and step == at)
+
+
+def the_state_is_compared_only_after_an_update(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sim_worker, "follows_recovery", lambda step, at, generation: generation > 1 and step == at + 1)
+
+
+def the_ranks_that_stayed_are_refused(patch: pytest.MonkeyPatch) -> None:
+    right = sim_worker.judge
+    patch.setattr(sim_worker, "judge", lambda said: right([each._replace(is_restored=not each[2]) for each in said]))
+
+
+def a_rank_that_refuses_its_state_keeps_it(patch: pytest.MonkeyPatch) -> None:
+    right = WorkerMachine.refused
+
+    def refused(machine: WorkerMachine, error: str) -> None:
+        right(machine, error)
+        machine.partially_updated = False
+
+    patch.setattr(WorkerMachine, "refused", refused)
+
+
 # ---- Devices of parked spares ---------------------------------------------------------------------------------------
 
 
@@ -994,6 +1022,11 @@ def no_group_ever_stays(patch: pytest.MonkeyPatch) -> None:
 MUTANTS: dict[Plant, Check] = {
     what_was_refused_counts_as_loaded: Check.UPDATES,
     the_first_load_that_is_refused_ends_the_job: Check.ENDED,
+    replicas_are_not_compared_after_a_recovery: Check.UPDATES,
+    only_the_restored_state_is_compared: Check.UPDATES,
+    the_state_is_compared_only_after_an_update: Check.UPDATES,
+    the_ranks_that_stayed_are_refused: Check.STEPS_DIFFER,
+    a_rank_that_refuses_its_state_keeps_it: Check.UPDATES,
     a_closed_device_is_used_again: Check.DEVICE,
     a_rank_stays_on_a_closed_device: Check.DEVICE,
     a_node_that_joins_again_has_forgotten_what_it_has_closed: Check.DEVICE,
@@ -1314,7 +1347,20 @@ def a_replacement_refuses_what_it_has_loaded(seed: int) -> Case:
     return Case(seed, layout, (SimulatedFault("refused load", 1.0, pick=seed), kill))
 
 
+def a_replacement_differs_from_its_replicas(seed: int) -> Case:
+    """In what it has loaded, or after the next update, once or twice in a row."""
+    case = a_replacement_refuses_what_it_has_loaded(seed)
+    _refused, kill = case.plan
+    layout = dataclasses.replace(case.layout, compares=True)
+    return Case(seed, layout, (SimulatedFault("wrong load", 1.0, pick=seed), kill))
+
+
 CASES: dict[Plant, Callable[[int], Case]] = {
+    replicas_are_not_compared_after_a_recovery: a_replacement_differs_from_its_replicas,
+    only_the_restored_state_is_compared: a_replacement_differs_from_its_replicas,
+    the_state_is_compared_only_after_an_update: a_replacement_differs_from_its_replicas,
+    the_ranks_that_stayed_are_refused: a_replacement_differs_from_its_replicas,
+    a_rank_that_refuses_its_state_keeps_it: a_replacement_differs_from_its_replicas,
     what_was_refused_counts_as_loaded: a_replacement_refuses_what_it_has_loaded,
     the_first_load_that_is_refused_ends_the_job: a_replacement_refuses_what_it_has_loaded,
     snapshots_that_no_process_can_read_count: all_snapshots_are_where_no_process_can_come,

@@ -57,6 +57,8 @@ GROUP_FAULTS = ("group error",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
 LOAD_FAULTS = ("refused load",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
+WRONG_LOADS = ("wrong load",)
+"""Faults in a tenth of the plans, drawn from a separate generator."""
 SUSPENSIONS = ("suspend",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
 OPERATOR_TAKES = 5.0
@@ -125,6 +127,13 @@ def draw_refused_load(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> t
     if rng.random() >= 0.1:
         return plan
     return (*plan, SimulatedFault(rng.choice(LOAD_FAULTS), rng.uniform(0.3, 8.0), None, None, rng.randrange(64)))
+
+
+def draw_wrong_load(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
+    """Returns the plan, in a third of the cases with state that differs after a load, which only replicas can tell."""
+    if rng.random() >= 0.33:
+        return plan
+    return (*plan, SimulatedFault(rng.choice(WRONG_LOADS), rng.uniform(0.3, 8.0), None, None, rng.randrange(64)))
 
 
 def draw_suspension(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
@@ -266,6 +275,10 @@ class Injector:
     def _refused_load(self, fault: SimulatedFault) -> None:
         """Makes the next load of any rank, or the next two of them, give something else than what was loaded."""
         self._world.num_loads_refused = 1 + fault.pick % 2
+
+    def _wrong_load(self, fault: SimulatedFault) -> None:
+        """Makes the next load, or two, give something else, which no rank notices: at once or in the next update."""
+        self._world.wrong_loads = [bool(fault.pick % 2)] * (1 + fault.pick // 2 % 2)
 
     def _stale_report(self, fault: SimulatedFault) -> None:
         """Sends a report of an earlier generation."""

@@ -18,6 +18,7 @@ from keepstep.sim.faults import (
     draw_relays,
     draw_sick_device,
     draw_suspension,
+    draw_wrong_load,
 )
 from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.recording import Recording
@@ -66,6 +67,9 @@ def case_of(seed: int) -> Case:
     plan = draw_sick_device(random.Random(f"sick device of {seed}"), plan)
     plan = draw_group_error(random.Random(f"group error of {seed}"), plan)
     plan = draw_refused_load(random.Random(f"refused load of {seed}"), plan)
+    if (comparing := random.Random(f"comparison of {seed}")).random() < 0.3:
+        layout = dataclasses.replace(layout, compares=True)
+        plan = draw_wrong_load(comparing, plan)
     plan = draw_suspension(random.Random(f"suspension of {seed}"), plan)
     return Case(seed, dataclasses.replace(layout, num_relays=num_relays), plan)
 

@@ -58,6 +58,8 @@ class World:
         self.recording: Recording | None = None
         self.num_recoveries = 0
         self.num_loads_refused = 0
+        self.wrong_loads: list[bool] = []
+        """For each load that will give another state than was loaded: whether it shows only in the next update."""
         """Number of coming loads after which the state is not what was loaded."""
         self.waiting_for_recovery: list[tuple[int, float, Event]] = []
         """(number of a recovery, seconds after its beginning, event)."""

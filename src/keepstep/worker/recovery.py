@@ -165,7 +165,7 @@ class Recovery:
     def hand_out(self, step: int) -> None:
         """Begins the snapshot of a yielded step, if one is due."""
         if self._snapshots is not None:
-            self._snapshots.hand_out(step, is_compared=self._attempt.is_compared(step))
+            self._snapshots.hand_out(step, is_compared=self._attempt.may_be_refused(step))
 
     def before_barrier(self) -> None:
         """Waits until the snapshot of the step is complete, before this rank reports that it is synced."""
@@ -322,7 +322,9 @@ class Recovery:
         self._machine.loaded(received, from_checkpoint=from_checkpoint)
         order, rank, membership = move.order, self._machine.rank, self._machine.membership
         assert rank is not None
-        self._attempt.resumed(order.resume_step, is_restored=move.action in (Action.RESTORE, Action.REWIND))
+        self._attempt.resumed(
+            order.resume_step, is_restored=order.generation > 1 and move.action in (Action.RESTORE, Action.REWIND)
+        )
         if self._snapshots is not None:
             self._snapshots.resumed(order.resume_step, rank, membership, order.kept_step)
         if move.action in (Action.RESTORE, Action.REWIND):

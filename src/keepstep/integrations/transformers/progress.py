@@ -34,6 +34,9 @@ class TrainerProgress:
         was_entered: whether training has begun.
     """
 
+    keys_of_this_rank = ("log", "lines")
+    """A derived trainer may log what only this rank has; see `keepstep.worker.state.layout.OF_THIS_RANK`."""
+
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.epoch = self.update_step = 0
@@ -53,7 +56,6 @@ class TrainerProgress:
             self._log = len(state.log_history), json.dumps([without_times(line) for line in state.log_history])
         values = {
             "state": {name: getattr(state, name) for name in _SHARED},
-            "lines": self.lines,
             "control": vars(trainer.control),
             "callbacks": [callback.state()["attributes"] for callback in self._callbacks()],
             "loss": trainer._total_loss_scalar if self.was_entered else 0.0,
@@ -61,7 +63,7 @@ class TrainerProgress:
             "progress": {name: getattr(self, name) for name in _NUMBERS},
             "further": {name: getattr(trainer, name) for name in _FURTHER if hasattr(trainer, name)},
         }
-        return {"values": json.dumps(values), "log": self._log[1]}
+        return {"values": json.dumps(values), "log": self._log[1], "lines": json.dumps(self.lines)}
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Restores the replicated part. `put` restores the running loss and the number of operations."""
@@ -75,7 +77,7 @@ class TrainerProgress:
             vars(callback).update(attributes)
         trainer._total_loss_scalar, trainer._globalstep_last_logged = values["loss"], values["logged"]
         vars(self).update(values["progress"])
-        self.lines = values["lines"]
+        self.lines = json.loads(content["lines"])
         for name, value in values["further"].items():
             setattr(trainer, name, _as_before(getattr(trainer, name), value))
 

@@ -88,6 +88,8 @@ class ClusterLayout:
     """The rank whose script leaves its loop one step before the others, because of a bug in the script."""
     asks_once: bool = False
     """Whether scripts have once-per-job actions."""
+    compares: bool = False
+    """Whether ranks compare what they hold after each recovery, if there are replicas."""
     num_relays: int = 0
     """Number of relays that hold the controller's connections; 0: it holds them itself."""
     exchanges: bool = False

@@ -223,12 +223,12 @@ class SimulatedProcess(ABC):
         """Returns the snapshots of other ranks in its memory."""
         return tuple((rank, steps) for rank, steps in self.memory.by_rank() if rank != self.machine.rank)
 
-    def take_snapshot(self, step: int) -> None:
-        """Begins the snapshot of a step that is yielded, if one is due."""
+    def take_snapshot(self, step: int, *, is_compared: bool) -> None:
+        """Begins the snapshot of a step that is yielded, if one is due; see `SimulatedSnapshots.hand_out`."""
         assert self.machine.rank is not None
         snapshot = Snapshot(self.machine.rank, step, self.shard, self.parameters, self.local.rows)
         before = self.memory.whole
-        if (copy := self.snapshots.hand_out(snapshot)) is not None:
+        if (copy := self.snapshots.hand_out(snapshot, is_compared=is_compared)) is not None:
             self.world.oracle.snapshots.written_over(self, before)
             self._after(self.world.draw(self._durations.snapshot_s), "copied", copy)
         elif (held := self.memory.find(snapshot.rank, step)) is not None:
@@ -237,7 +237,11 @@ class SimulatedProcess(ABC):
     @held_while_stopped
     def copied(self, copy: int) -> None:
         """Handles the end of a copy by the snapshot thread."""
-        if (snapshot := self.snapshots.copied(copy)) is not None:
+        self.sealed(self.snapshots.copied(copy))
+
+    def sealed(self, snapshot: Snapshot | None) -> None:
+        """Handles a snapshot that can be loaded from now on, if there is one."""
+        if snapshot is not None:
             self.world.oracle.snapshots.taken(self, snapshot)
             self.world.second_copies.send(self, snapshot)
             self._is_copied()

@@ -89,6 +89,10 @@ class SimulatedSnapshots:
         self._wards: tuple[int, ...] = ()
         self._copy: tuple[int, int, Snapshot] | None = None
         """(number, slot, snapshot) of the copy in progress."""
+        self._is_copied = False
+        """Whether all of it is there."""
+        self._is_confirmed = True
+        """Whether the copy in progress may be loaded once it is complete."""
         self._num_copies = 0
         self._inherited: dict[tuple[int, int], SimulatedMemory] = {}
         """(rank, step) -> other memory of the node that has this snapshot."""
@@ -115,21 +119,40 @@ class SimulatedSnapshots:
         """Gives access to a rank's snapshots in other memory, to a process that takes this rank or sends its state."""
         self._inherited |= {(rank, step): memory for step in steps}
 
-    def hand_out(self, snapshot: Snapshot) -> int | None:
-        """Begins a copy of the state of a yielded step, if one is due. Returns its number; None if none begins."""
+    def hand_out(self, snapshot: Snapshot, *, is_compared: bool) -> int | None:
+        """Begins a copy of the state of a yielded step, if one is due. Returns its number; None if none begins.
+
+        Args:
+            snapshot: the state.
+            is_compared: whether the copy may be loaded only after `confirm`.
+        """
         if self._copy or not self._schedule.is_due(snapshot.step):
             return None
         if self._memory.find(snapshot.rank, snapshot.step):
             return None
         slot = self._memory.open(snapshot.rank, self.kept_step)
         self._num_copies += 1
-        self._copy = (self._num_copies, slot, snapshot)
+        self._copy, self._is_confirmed, self._is_copied = (self._num_copies, slot, snapshot), not is_compared, False
         self._on_moment(SnapshotMoment.BEGUN, snapshot.step)
         return self._num_copies
 
     def copied(self, number: int) -> Snapshot | None:
         """Completes a copy. Returns its snapshot; None if the copy was cancelled."""
         if self._copy is None or self._copy[0] != number:
+            return None
+        self._is_copied = True
+        return self._sealed()
+
+    def confirm(self, parameters: History) -> Snapshot | None:
+        """Lets the copy in progress be loaded: it is what the replicas hold. Returns it if it is complete."""
+        self._is_confirmed = True
+        if self._copy is not None:
+            number, slot, snapshot = self._copy
+            self._copy = number, slot, dataclasses.replace(snapshot, parameters=parameters)
+        return self._sealed()
+
+    def _sealed(self) -> Snapshot | None:
+        if self._copy is None or not (self._is_copied and self._is_confirmed):
             return None
         _, slot, snapshot = self._copy
         self._memory.seal(slot, snapshot)

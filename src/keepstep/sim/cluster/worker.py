@@ -6,11 +6,13 @@ update with incomplete gradients, or gradients of another step, leaves a permane
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING, assert_never
 
 from keepstep.errors import InternalError
 from keepstep.protocol import messages as msg
 from keepstep.protocol import moves
+from keepstep.protocol.comparison import Said, follows_recovery, judge
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.node.effects import Spawn
 from keepstep.protocol.phases import Phase, StepEvent
@@ -51,6 +53,13 @@ class SimulatedWorker(SimulatedProcess):
         """The remaining transfers of the recovery in which it takes part."""
         self._gradients: int | None = None
         """The step whose complete gradients it holds."""
+        self._resumed_at = 0
+        self._has_loaded = self._is_restored = False
+        """Whether this process has got its state for the resume step from elsewhere; and whether it once has, and was
+        not compared since with an update behind it."""
+        self._is_wrong_later = self._is_unnoticed = False
+        """Whether its next update will differ from that of its replicas, by what is in no state; and whether its state
+        does so already, before a comparison."""
         self._activity = 0
         """Number of the training thread's activity. An event of an earlier activity is stale."""
         self.is_idle = True
@@ -138,6 +147,8 @@ class SimulatedWorker(SimulatedProcess):
                 case moves.Load():
                     return self._load(move)
                 case moves.Save():
+                    if self._is_unnoticed:  # a job that ends before it is compared saves what it has
+                        self.parameters = tuple(range(move.step))
                     self.world.oracle.drains_at(self, move.step)
                     return self._begin(self.world.draw(self._durations.optimizer_s), Activity.SAVE)
                 case moves.End():
@@ -277,6 +288,7 @@ class SimulatedWorker(SimulatedProcess):
     def _load(self, move: moves.Load) -> None:
         step = self._loading_step = move.order.resume_step
         self._reads_checkpoint = False
+        self._is_unnoticed &= move.action is Action.STAY
         if move.action in (Action.RESTORE, Action.REWIND):
             self.snapshots.cancel()
         if move.action is Action.RESTORE:
@@ -286,6 +298,9 @@ class SimulatedWorker(SimulatedProcess):
             self._take_over(rows)
             if self._reads_checkpoint and self._refuses():
                 return self.go()  # before it sends anything
+        self._resumed_at = step
+        self._has_loaded = move.action in (Action.RESTORE, Action.REWIND)
+        self._is_restored |= self._has_loaded and move.order.generation > 1
         self.snapshots.kept_step, rank = move.order.kept_step, self.machine.rank
         self._to_do = [*move.receives(rank), *move.sends(rank), *move.sends_copies(rank)]
         if self._to_do:
@@ -310,7 +325,10 @@ class SimulatedWorker(SimulatedProcess):
     def _take_over(self, rows: Rows) -> None:
         """Takes the rank's own value from the table that came with the restored parameters."""
         self.local.restored(self.machine.rank, rows)
-        self.world.oracle.restored(self, self._loading_step)
+        if self._compares_state and any(step <= INCOMPLETE for step in self.parameters):
+            self._is_unnoticed = True  # a source was wrong, and not compared yet
+        else:
+            self.world.oracle.restored(self, self._loading_step)
 
     @held_while_stopped
     def transfer_broke(self) -> None:
@@ -332,8 +350,59 @@ class SimulatedWorker(SimulatedProcess):
         self._activity += 1
         if received_bytes and self._refuses():
             return self.go()
+        if self._has_loaded:
+            self._may_be_wrong()
         self.machine.loaded(received_bytes, from_checkpoint=self._reads_checkpoint)
         self.snapshots.resumed(self._loading_step, self.machine)
+        self.go()
+
+    def _may_be_wrong(self) -> None:
+        """Lets a fault make the state another one than was loaded, or than the next update makes of it elsewhere."""
+        membership, rank = self.machine.membership, self.machine.rank
+        if not self._compares_state or not self.world.wrong_loads or membership is None or rank is None:
+            return
+        if self._loading_step >= self.world.layout.num_steps_of(rank):
+            return  # no step follows in which it would be compared
+        if len(membership.replicas[membership.shard(rank)]) > 1:
+            if self.world.wrong_loads.pop():
+                self._is_wrong_later = True
+            else:
+                self._become_wrong()
+
+    def _become_wrong(self) -> None:
+        self.parameters += (INCOMPLETE - self.process,)  # if all replicas were wrong in the same way, none could tell
+        self._is_unnoticed = True
+
+    @property
+    def _compares_state(self) -> bool:
+        membership = self.machine.membership
+        has_replicas = membership is not None and len(membership.shards) < membership.world_size
+        return self.world.layout.compares and has_replicas
+
+    def _is_compared(self, step: int) -> bool:
+        return self._compares_state and follows_recovery(step, self._resumed_at, self.machine.generation)
+
+    def _compared(self, step: int, rows: Rows) -> None:
+        """Judges what all ranks have said of their state."""
+        machine, world = self.machine, self.world
+        shards = [str(world.shard_of(rank)).encode() for rank in range(len(rows))]
+        said = [Said(shard, str(row // 2).encode(), row % 2 == 1) for shard, row in zip(shards, rows, strict=True)]
+        verdict = judge(said)
+        if not verdict.refused:
+            self._is_restored &= step <= self._resumed_at
+            if self._is_unnoticed:  # no replica is left that could tell: it is the job's state from now on
+                self.parameters, self._is_unnoticed = tuple(range(step)), False
+            self.sealed(self.snapshots.confirm(self.parameters))
+            return self._may_be_synced(step)
+        if machine.rank in verdict.refused:
+            self._is_unnoticed = False
+            self.parameters += (INCOMPLETE,)
+            world.oracle.refuses_load(self)
+            machine.refused("it differs from its replicas")
+            self.local.undo()
+            machine.undone()
+        else:
+            machine.breaks_off()
         self.go()
 
     def _refuses(self) -> bool:
@@ -365,7 +434,8 @@ class SimulatedWorker(SimulatedProcess):
         step = machine.steps.parameters_at
         assert step is not None
         self._is_waiting = False
-        self.world.oracle.stands_at(self, step)
+        if not self._is_unnoticed:
+            self.world.oracle.stands_at(self, step)
         if step >= self.world.layout.num_steps_of(machine.rank):
             machine.finished(repr(self.parameters))
             self.go()
@@ -373,7 +443,7 @@ class SimulatedWorker(SimulatedProcess):
         self.world.oracle.drain.begins_step(self, step)
         self.world.oracle.members.begins_step(self)
         self._gradients = None
-        self.take_snapshot(step)
+        self.take_snapshot(step, is_compared=self._is_compared(step))
         self.local.begin_step()
         self.groups.begin_step()
         machine.steps.advance(StepEvent.STEP_ENTERED)
@@ -404,9 +474,9 @@ class SimulatedWorker(SimulatedProcess):
         else:
             self._enter(machine.steps.step, "gradients")
 
-    def _enter(self, step: int, what: str) -> None:
+    def _enter(self, step: int, what: str, value: int | None = None) -> None:
         self._entered = step, what
-        self.groups.enter_world(step, what, self.local.value)
+        self.groups.enter_world(step, what, self.local.value if value is None else value)
 
     def wait_in(self, key: Key) -> None:
         """Makes the training thread wait in a collective."""
@@ -440,14 +510,25 @@ class SimulatedWorker(SimulatedProcess):
             self._complete()
         elif machine.interrupted or machine.used_echo:
             self.go()
+        elif what == "compare":
+            self._compared(step, rows)
+        elif self._is_compared(step):
+            self._gradients = step
+            self.local.gathered(rows)
+            said = 2 * zlib.crc32(repr(self.parameters).encode()) + self._is_restored
+            self._enter(step, "compare", said)
         else:
             self._gradients = step
             self.local.gathered(rows)
-            if not self.snapshots.is_complete(step):
-                self._activity += 1
-                self._awaits_copy, self._is_waiting = self._activity, not self.snapshots.is_copying
-            else:
-                self._synced(step)
+            self._may_be_synced(step)
+
+    def _may_be_synced(self, step: int) -> None:
+        """Becomes synced, once the snapshots are there."""
+        if not self.snapshots.is_complete(step):
+            self._activity += 1
+            self._awaits_copy, self._is_waiting = self._activity, not self.snapshots.is_copying
+        else:
+            self._synced(step)
 
     def _synced(self, step: int) -> None:
         machine = self.machine
@@ -518,4 +599,7 @@ class SimulatedWorker(SimulatedProcess):
         else:
             machine.found_whole()
             self.world.step_completed(self, step)
+            is_compared = step + 1 < self.world.layout.num_steps_of(machine.rank)
+            if self._is_wrong_later and step == self._resumed_at and is_compared:
+                self._become_wrong()
         self.go()

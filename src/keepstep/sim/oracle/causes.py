@@ -29,7 +29,7 @@ def most_recoveries(kind: str, lasts_s: float) -> int:
         kind: the kind of the fault.
         lasts_s: how long it lasts.
     """
-    if kind in HARMLESS or kind in ("node drain", "sick device", "refused load"):
+    if kind in HARMLESS or kind in ("node drain", "sick device", "refused load", "wrong load"):
         return 0
     every_s = REPEATED_EVERY_S.get(kind)
     return 1 if every_s is None else 1 + int(lasts_s / every_s)

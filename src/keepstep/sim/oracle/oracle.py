@@ -196,11 +196,13 @@ class Oracle:
         cohort.completed[step] = 1 + cohort.completed.get(step, 0)
         if cohort is self._trained and cohort.completed[step] == len(cohort.members):
             self._recoveries_at_last_step = self._world.num_recoveries
-            self._num_loads_refused = 0
+            if cohort.resumed_at is None or step > cohort.resumed_at:  # in the first step a rank may still differ
+                self._num_loads_refused = 0
 
     def refuses_load(self, worker: SimulatedProcess) -> None:
         """Records that a rank has loaded its state and holds something else. It may load again once."""
         self._num_loads_refused += 1
+        self._harmed.add(worker.process)
         self.causes.add(f"{worker} refuses what it has loaded at {self._world.schedule.now_s:.3f} s")
 
     def opens_log(self, worker: SimulatedProcess) -> None:
@@ -484,7 +486,7 @@ class Oracle:
                 worker.shard
                 for worker in self._trained.members.values()
                 if worker.is_alive
-                and INCOMPLETE not in worker.parameters
+                and min(worker.parameters, default=0) > INCOMPLETE
                 and (worker.process not in self._blamed or self.silence.holds(worker))
                 and not self.is_unreachable(worker)
             }

@@ -21,6 +21,10 @@ from keepstep.worker.state import tree
 from keepstep.worker.state.protected import Modes, ProtectedState
 
 
+OF_THIS_RANK = "keys_of_this_rank"
+"""Attribute of a protected object: those keys of its ``state_dict()`` whose values may differ between replicas."""
+
+
 class Found(NamedTuple):
     """When a difference between replicas was found, and what to do about it: the end of an error message."""
 
@@ -169,7 +173,9 @@ def start_of(state: ProtectedState, first_step: int = 0, known: Mapping[str, byt
         known: digests of some tensors, by name, that need not be computed again.
     """
     blocks = state.blocks()
-    host = {"steps(start=...)": first_step, **dict(_host_values(state.host_state()))}
+    own = {f"{name}[{key!r}]" for name, thing in state.others.items() for key in getattr(thing, OF_THIS_RANK, ())}
+    values = ((name, value) for name, value in _host_values(state.host_state()) if name not in own)
+    host = {"steps(start=...)": first_step, **dict(values)}
     digests = [known.get(block.names[0]) or digest_of_block(block.held.tensor) for block in blocks]
     return Start(
         headers_of(blocks), tuple(host), (*digests, *(bytes.fromhex(tree.digest(each)) for each in host.values()))

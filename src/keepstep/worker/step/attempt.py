@@ -43,9 +43,9 @@ class Attempt:
         """Tells of a resume step; see `Comparison.resumed`."""
         self._comparison.resumed(step, is_restored=is_restored)
 
-    def is_compared(self, step: int) -> bool:
-        """Whether this rank's state is compared with its replicas' in a step, before the gradient barrier."""
-        return self._comparison.compares_state(step)
+    def may_be_refused(self, step: int) -> bool:
+        """Whether a comparison of a step may find that a rank's state is not what it has loaded."""
+        return self._comparison.may_be_refused(step)
 
     def hand_out(self, step: int) -> None:
         """Records the state that an interrupted attempt must restore.

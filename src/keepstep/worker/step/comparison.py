@@ -49,6 +49,8 @@ class Comparison:
         self._replicated = replicated
         self._resumed_at = 0
         self._is_restored = False
+        """Whether this rank was restored, and not compared since with an update behind it: only then it shows whether
+        something is lacking."""
         self._warned: set[int] = set()
         """Generations in which this rank has warned that ranks have trained apart."""
         self._beside: Future[_Known] | None = None
@@ -62,7 +64,8 @@ class Comparison:
             step: the resume step.
             is_restored: whether this rank has got its state there from elsewhere.
         """
-        self._resumed_at, self._is_restored = step, is_restored
+        self._resumed_at = step
+        self._is_restored |= is_restored
 
     def hand_out(self, step: int) -> None:
         """Begins to compute digests if they are compared in this step. Call it when the step is yielded."""
@@ -103,6 +106,7 @@ class Comparison:
             groups = [(self._state.shard(), state, 0), ("everywhere", everywhere, 1)]
             for name, own, index in groups:
                 self._act(step, name, own, [_said(row, index) for row in rows])
+            self._is_restored &= step <= self._resumed_at
         except PeerLost:
             machine.echoed()
         finally:
@@ -113,6 +117,10 @@ class Comparison:
         membership, generation = self._machine.membership, self._machine.generation
         has_replicas = membership is not None and len(membership.shards) < membership.world_size
         return has_replicas and compares(step, self._resumed_at, generation)
+
+    def may_be_refused(self, step: int) -> bool:
+        """Whether a rank may find in a step that its state is not what it has loaded."""
+        return self.compares_state(step) and follows_recovery(step, self._resumed_at, self._machine.generation)
 
     def _known(self) -> dict[str, bytes]:
         """The digests that were computed beside this step, of tensors that have not changed since."""
