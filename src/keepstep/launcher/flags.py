@@ -22,7 +22,15 @@ from keepstep.agent.settings import AgentSettings, HealthMode, HealthSettings, N
 from keepstep.config import inherited_environment, job_environment, numbers_devices_by_bus, visible_devices
 from keepstep.devices import names_of
 from keepstep.errors import ConfigurationError
-from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, add_node_flags, add_recovery_flags, deadlines_of, split
+from keepstep.launcher.cluster.flags import (
+    NO_ENGINE,
+    WARN,
+    Shape,
+    add_node_flags,
+    add_recovery_flags,
+    deadlines_of,
+    split,
+)
 from keepstep.launcher.job import JobOptions, fresh_run_dir
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
 from keepstep.protocol.deadlines import DEADLINES
@@ -43,7 +51,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     # Python 3.11 would refuse an option of the script that is an abbreviation of two of these flags.
     parser.allow_abbrev = False
     parser.description = "Runs a training script on several ranks and keeps the step when one is lost."
-    parser.set_defaults(max_restarts=None, start_method="forkserver")
+    parser.set_defaults(max_restarts=None, start_method="forkserver", compare=WARN)
     own = parser.add_argument_group("keepstep")
     own.add_argument("--spares", type=int, default=1, help="warm workers that hold no rank yet (default: 1)")
     own.add_argument(

@@ -20,7 +20,6 @@ from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.state import tree
 from keepstep.worker.state.protected import Modes, ProtectedState
 
-
 OF_THIS_RANK = "keys_of_this_rank"
 """Attribute of a protected object: those keys of its ``state_dict()`` whose values may differ between replicas."""
 
