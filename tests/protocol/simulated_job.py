@@ -208,7 +208,7 @@ class SimulatedJob(SimulatedNodes):
     def refuse(self, worker: SimulatedWorker, error: str) -> None:
         """It has loaded the state, and what it then holds is not what was loaded."""
         worker.failed_in = worker.generation
-        self._queue(worker.number, StateRefused(worker.number, worker.generation, error))
+        self._queue(worker.number, StateRefused(worker.number, worker.generation, error, False))
         worker.stand()
 
     def quit(self, worker: SimulatedWorker) -> None:

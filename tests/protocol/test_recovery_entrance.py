@@ -81,7 +81,7 @@ def of_generation(generation: int) -> list[messages.Report]:
     """One report of every type that is fenced by its generation, from the worker of rank 0 or from its node."""
     reports: list[messages.Report] = [
         CollectiveFailed(0, generation, "world", "connection reset"),
-        StateRefused(0, generation, "mine['a'] is not what was restored"),
+        StateRefused(0, generation, "mine['a'] is not what was restored", False),
         SafePointReached((0,), generation, 9, Phase.SYNCED, (9, 10), 9, (), False, ()),
         GroupsReset((0,), generation),
         StateRecovered((0,), generation, 64, False),

@@ -488,7 +488,7 @@ def test_state_that_is_not_what_was_loaded_is_no_copy(has_come: bool) -> None:
         machine.receive(stop(3))
     machine.refused("model.mean is not what was restored")
     told = moves(machine)
-    assert told[0] == StateRefused(NUMBER, 2, "model.mean is not what was restored")
+    assert told[0] == StateRefused(NUMBER, 2, "model.mean is not what was restored", False)
     if not has_come:
         machine.receive(stop(3))
         told = moves(machine)
@@ -748,3 +748,27 @@ def test_a_drain_beyond_the_last_step_leaves_the_loop_to_its_end() -> None:
     moves(machine)
     machine.receive(msg.Drain(1, 7))
     assert moves(machine) == [Wait()]
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_step_in_which_a_rank_refuses_its_state_is_undone_everywhere(is_refused: bool) -> None:
+    """It holds no copy then, and the others hold the step's beginning; none of them reports a failed collective."""
+    machine = training(Phase.BACKWARD, 5)
+    if is_refused:
+        machine.refused("it differs from its replicas")
+    else:
+        machine.breaks_off()
+    assert machine.interrupted
+    told = moves(machine)
+    assert told[:1] == ([StateRefused(NUMBER, 1, "it differs from its replicas", False)] if is_refused else [Undo()])
+    machine.undone()
+    machine.receive(stop(2))
+    [report] = [each for each in moves(machine) if isinstance(each, SafePointReached)]
+    assert report.reach == (() if is_refused else (5,))
+
+
+def test_a_rank_that_stands_apart_says_so_and_trains_on() -> None:
+    machine = training(Phase.UPDATED, 5)
+    machine.stands_apart("it differs from its replicas")
+    assert moves(machine)[:2] == [StateRefused(NUMBER, 1, "it differs from its replicas", True), Train()]
+    assert not machine.interrupted

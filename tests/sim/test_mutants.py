@@ -752,8 +752,8 @@ def a_rank_is_synced_before_its_snapshot_is_complete(patch: pytest.MonkeyPatch) 
 def a_slot_counts_before_all_is_in_it(patch: pytest.MonkeyPatch) -> None:
     right = SimulatedSnapshots.hand_out
 
-    def hand_out(self: SimulatedSnapshots, snapshot: Snapshot) -> int | None:
-        copy = right(self, snapshot)
+    def hand_out(self: SimulatedSnapshots, snapshot: Snapshot, *, is_compared: bool) -> int | None:
+        copy = right(self, snapshot, is_compared=is_compared)
         if copy is not None and self._copy is not None:
             torn = dataclasses.replace(snapshot, parameters=(*snapshot.parameters[:-1], INCOMPLETE))
             self._memory.seal(self._copy[1], torn)

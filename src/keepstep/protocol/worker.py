@@ -446,7 +446,7 @@ class WorkerMachine:
 
         It may be found as the state is loaded, or in a step that is undone then.
         """
-        self._sayings.append(msg.StateRefused(self.worker, self._target, error))
+        self._sayings.append(msg.StateRefused(self.worker, self._target, error, False))
         self.partially_updated = True
         if self.state is WorkerState.TRAINING:
             self.breaks_off()
@@ -454,7 +454,7 @@ class WorkerMachine:
 
     def stands_apart(self, error: str) -> None:
         """Records that this rank differs from its replicas, and did before the failure. It trains on."""
-        self._sayings.append(msg.StateRefused(self.worker, self.generation, error, is_apart=True))
+        self._sayings.append(msg.StateRefused(self.worker, self.generation, error, True))
 
     def breaks_off(self) -> None:
         """Records that all ranks undo this step, because one of them refuses what it has loaded."""

@@ -71,7 +71,7 @@ class StateRefused(Message, frozen=True):
     worker: int
     generation: int
     error: str
-    is_apart: bool = False
+    is_apart: bool
 
 
 class SafePointReached(Message, frozen=True):
