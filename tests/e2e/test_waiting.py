@@ -73,9 +73,7 @@ def test_a_long_evaluation_of_one_rank_is_reported_once_and_kills_no_rank(tmp_pa
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with running("run", "--run-dir", run_dir, *SOON, WAITING, "evaluate", finished) as job:
-        text = explained(
-            job, run_dir, r"ranks 1 and 2 have been in all_gather #\d+ of world for"
-        )  # replicas are compared
+        text = explained(job, run_dir, r"ranks 1 and 2 have been in all_reduce #\d+ of world for")
         finished.touch()
         code, out, err = job.finish()
         job.wait_until_gone()
@@ -109,5 +107,5 @@ def test_a_rank_that_left_the_loop_and_waits_behind_it_is_reported(tmp_path: Pat
     assert code == 1, err
     told = lines_about(err, "rank 0 has been in barrier #1 of group 0-1.0")
     assert "(after step 3)" in told[0]
-    assert re.search(r"ranks 1 and 2 have been in all_gather #\d+ of world for \S+ s \(forward of step 4\)", told[0])
+    assert re.search(r"ranks 1 and 2 have been in all_reduce #\d+ of world for \S+ s \(backward of step 4\)", told[0])
     assert report["reason"] == "ranks [0] ended their script while the others still train"

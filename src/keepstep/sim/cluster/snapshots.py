@@ -156,7 +156,7 @@ class SimulatedSnapshots:
             return None
         _, slot, snapshot = self._copy
         self._memory.seal(slot, snapshot)
-        self._copy = None
+        self._copy, self._is_copied = None, False
         self._on_moment(SnapshotMoment.COMPLETE, snapshot.step)
         return snapshot
 
@@ -164,7 +164,7 @@ class SimulatedSnapshots:
         """Cancels the copy in progress, because the state is about to change."""
         if self._copy is not None:
             self._memory.discard(self._copy[1])
-        self._copy = None
+        self._copy, self._is_copied, self._is_confirmed = None, False, True
 
     def find(self, rank: int, step: int) -> Snapshot | None:
         """Returns the snapshot to load or send, from its own or inherited memory; None if there is none."""
