@@ -31,7 +31,7 @@ def test_a_replacement_that_is_wrong_once_is_restored_once_more(whole: str) -> N
     assert sums(out) == [whole] * 3
 
 
-@pytest.mark.parametrize("flags", [("--wrong-load", 2), ("--hidden",)], ids=["what it holds", "what nobody is told"])
+@pytest.mark.parametrize("flags", [("--wrong-load", 2), ("--hidden",)], ids=["what it holds", "in no state_dict()"])
 def test_a_replacement_that_differs_again_ends_the_job(flags: tuple[object, ...], tmp_path: Path) -> None:
     code, _out, err = run("run", *JOB, APART, *flags, cwd=tmp_path)
     assert code == 76, err

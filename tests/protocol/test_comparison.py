@@ -22,7 +22,7 @@ def judged(*ranks: Rank) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, in
         pytest.param([("a", "2", GIVEN), ("a", "1", KEPT), ("a", "1", KEPT)], ((0,), (), {0: 1}), id="the first"),
         pytest.param([("a", "1", GIVEN), ("a", "2", GIVEN), ("a", "3", KEPT)], ((0, 1), (), {0: 2, 1: 2}), id="both"),
         pytest.param([("a", "1", GIVEN), ("a", "1", GIVEN), ("a", "2", KEPT)], ((0, 1), (), {0: 2, 1: 2}), id="more"),
-        pytest.param([("a", "1", GIVEN), ("a", "2", GIVEN)], ((0, 1), (), {1: 0}), id="nobody is left to tell"),
+        pytest.param([("a", "1", GIVEN), ("a", "2", GIVEN)], ((0, 1), (), {1: 0}), id="no rank is left to tell"),
         pytest.param([("a", "1", KEPT), ("a", "2", KEPT), ("a", "1", GIVEN)], ((), (1,), {1: 0}), id="apart before"),
         pytest.param(
             [("a", "1", KEPT), ("a", "2", KEPT), ("a", "3", GIVEN)], ((), (1, 2), {1: 0, 2: 0}), id="apart and restored"

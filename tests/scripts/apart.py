@@ -17,7 +17,7 @@ import keepstep
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=30)
-parser.add_argument("--hidden", action="store_true", help="the optimizer counts updates in what it tells nobody")
+parser.add_argument("--hidden", action="store_true", help="the optimizer's state_dict() lacks its count of updates")
 parser.add_argument("--apart-at", type=int, help="one rank writes to a parameter of its own in this step")
 parser.add_argument("--wrong-load", type=int, default=0, help="a replacement is wrong after so many loads")
 parser.add_argument("--skip-at", type=int, help="rank 1 skips the update of this step")

@@ -122,18 +122,13 @@ def draw_group_error(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tu
     return (*plan, SimulatedFault(rng.choice(GROUP_FAULTS), at_s, recovery, None, rng.randrange(64)))
 
 
-def draw_refused_load(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
-    """Returns the plan, in a tenth of the cases with state that is loaded and is then not what was loaded."""
-    if rng.random() >= 0.1:
+def draw_load(
+    rng: random.Random, plan: tuple[SimulatedFault, ...], kinds: tuple[str, ...], share: float
+) -> tuple[SimulatedFault, ...]:
+    """Returns the plan, in a share of the cases with state that is loaded and is then not what was loaded."""
+    if rng.random() >= share:
         return plan
-    return (*plan, SimulatedFault(rng.choice(LOAD_FAULTS), rng.uniform(0.3, 8.0), None, None, rng.randrange(64)))
-
-
-def draw_wrong_load(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
-    """Returns the plan, in a third of the cases with state that differs after a load, which only replicas can tell."""
-    if rng.random() >= 0.33:
-        return plan
-    return (*plan, SimulatedFault(rng.choice(WRONG_LOADS), rng.uniform(0.3, 8.0), None, None, rng.randrange(64)))
+    return (*plan, SimulatedFault(rng.choice(kinds), rng.uniform(0.3, 8.0), None, None, rng.randrange(64)))
 
 
 def draw_suspension(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:

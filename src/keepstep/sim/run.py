@@ -10,15 +10,16 @@ from pathlib import Path
 from keepstep.errors import KeepstepError
 from keepstep.sim.cluster.layout import ClusterLayout, draw_devices, draw_layout, draw_mesh, draw_snapshots
 from keepstep.sim.faults import (
+    LOAD_FAULTS,
+    WRONG_LOADS,
     Injector,
     SimulatedFault,
     draw_group_error,
+    draw_load,
     draw_plan,
-    draw_refused_load,
     draw_relays,
     draw_sick_device,
     draw_suspension,
-    draw_wrong_load,
 )
 from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.recording import Recording
@@ -66,10 +67,10 @@ def case_of(seed: int) -> Case:
     layout = draw_devices(random.Random(f"devices of {seed}"), layout)
     plan = draw_sick_device(random.Random(f"sick device of {seed}"), plan)
     plan = draw_group_error(random.Random(f"group error of {seed}"), plan)
-    plan = draw_refused_load(random.Random(f"refused load of {seed}"), plan)
+    plan = draw_load(random.Random(f"refused load of {seed}"), plan, LOAD_FAULTS, 0.1)
     if (comparing := random.Random(f"comparison of {seed}")).random() < 0.3:
         layout = dataclasses.replace(layout, compares=True)
-        plan = draw_wrong_load(comparing, plan)
+        plan = draw_load(comparing, plan, WRONG_LOADS, 0.33)
     plan = draw_suspension(random.Random(f"suspension of {seed}"), plan)
     return Case(seed, dataclasses.replace(layout, num_relays=num_relays), plan)
 

@@ -34,6 +34,8 @@ class Rank:
         self.machine = types.SimpleNamespace(
             rank=rank,
             generation=generation,
+            interrupted=False,
+            used_echo=False,
             membership=Membership.of(Member(each, "n", shard) for each, shard in enumerate(shards)),
             refused=lambda error: self.told.append(f"refused: {error}"),
             breaks_off=lambda: self.told.append("breaks off"),
@@ -139,6 +141,29 @@ def test_ranks_that_had_trained_apart_go_on(tmp_path: Path) -> None:
     assert told[0] == told[2] == []
     assert told[1][0].startswith(f"apart: step {STEP}: 'model.0.weight' differs between rank 1 and rank 0")
     assert len(told[1]) == 1
+
+
+def before_and_after_another_failure(rank: int, size: int, path: Path) -> list[list[str]]:
+    """Rank 1 is restored; in the second step after that another failure breaks the comparison, or none does."""
+    joined(rank, size, path)
+    found = []
+    for is_broken in (True, False):
+        own = Rank(rank, ("",) * size, generation=2 + 2 * is_broken)
+        own.comparison.resumed(STEP, is_restored=rank == 1)
+        assert own.step(STEP) == []
+        own.machine.used_echo = is_broken
+        assert own.step(STEP + 1) == []
+        own.machine.used_echo = False
+        own.machine.generation += 1
+        own.comparison.resumed(STEP + 1, is_restored=False)
+        found.append([said.partition(":")[0] for said in own.step(STEP + 1, "other_weight" if rank == 1 else "")])
+    return found
+
+
+def test_a_rank_that_was_not_compared_after_an_update_still_counts_as_restored(tmp_path: Path) -> None:
+    first, second = run_ranks(2, before_and_after_another_failure, tmp_path)
+    assert first == [["breaks off", "StepInterrupted"], []]
+    assert second == [["refused", "StepInterrupted"], ["apart"]]
 
 
 def test_nan_everywhere_is_no_difference(tmp_path: Path) -> None:

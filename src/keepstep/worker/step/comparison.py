@@ -51,8 +51,8 @@ class Comparison:
         self._is_restored = False
         """Whether this rank was restored, and not compared since with an update behind it: only then it shows whether
         something is lacking."""
-        self._warned: set[int] = set()
-        """Generations in which this rank has warned that ranks have trained apart."""
+        self._warned_in = 0
+        """The last generation in which this rank has warned that ranks have trained apart."""
         self._beside: Future[_Known] | None = None
         """Digests that a thread computes in this step."""
         self._thread: ThreadPoolExecutor | None = None
@@ -106,7 +106,8 @@ class Comparison:
             groups = [(self._state.shard(), state, 0), ("everywhere", everywhere, 1)]
             for name, own, index in groups:
                 self._act(step, name, own, [_said(row, index) for row in rows])
-            self._is_restored &= step <= self._resumed_at
+            if step > self._resumed_at and not (machine.interrupted or machine.used_echo):
+                self._is_restored = False  # an echo would have been this rank's own digest
         except PeerLost:
             machine.echoed()
         finally:
@@ -165,9 +166,9 @@ class Comparison:
             raise StepInterrupted
 
     def _warn(self, step: int, error: StateMismatch, apart: tuple[int, ...]) -> None:
-        if self._machine.generation in self._warned:
+        if self._machine.generation == self._warned_in:
             return
-        self._warned.add(self._machine.generation)
+        self._warned_in = self._machine.generation
         print(
             f"keepstep: WARNING: step {step}: ranks {list(apart)} had trained apart from their replicas before the "
             f"failure, and go on (--compare strict would end the job): {error}",

@@ -85,7 +85,7 @@ class _Copy:
     is_begun: Wait
     """Waits until the device has come to the step, and the copies made before the step are complete."""
     is_confirmed: threading.Event
-    """Set once the copied state is known to be what its replicas hold: nobody may load it before."""
+    """Set once the copied state is known to be what its replicas hold: no process may load it before."""
     is_cancelled: bool = False
     processor_s: float = 0.0
     """Processor time of the copy, in seconds."""
