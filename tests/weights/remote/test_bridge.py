@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ from keepstep.protocol.transfer.messages import BucketReady, BufferPlace, GpuMem
 from keepstep.weights.memory.blocks import Block
 from keepstep.weights.memory.buffers import Fill, SlotPart
 from keepstep.weights.publisher import Published
+from keepstep.weights.remote import node
 from keepstep.weights.remote.bridge.mirrors import Mirror
+from keepstep.weights.remote.feeder import Feeder
 from keepstep.weights.remote.handshake import Joining, call
 from keepstep.weights.remote.node import Links, WeightReceiver, WeightServer
 
@@ -62,10 +65,10 @@ class Trainers:
         for rank in range(NUM_RANKS):
             self.start(rank)
 
-    def serve(self, node: int, listen: str = "127.0.0.1:0") -> WeightServer:
+    def serve(self, number: int, listen: str = "127.0.0.1:0") -> WeightServer:
         """Starts the server of a node."""
         return WeightServer(
-            self.folder / f"t{node}", listen, SECRET, node=f"t{node}", links=self.links, note=self.notes.append
+            self.folder / f"t{number}", listen, SECRET, node=f"t{number}", links=self.links, note=self.notes.append
         )
 
     def join(self) -> None:
@@ -235,6 +238,21 @@ def test_a_node_that_is_lost_is_named_and_a_server_may_come_back(tmp_path: Path)
         made.publish_well(3)
         assert subscriber.wait_for(3, PATIENCE_S) == 3
         assert equal(into, held)
+
+
+def test_a_server_is_whole_when_it_begins_to_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have been calling its address since its former process ended."""
+    other = WeightServer(tmp_path / "t0", "127.0.0.1:0", SECRET, node="t0")
+
+    class CalledAtOnce(Feeder):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            other.reach([self.address])
+            wait_for(lambda: self.address in other.linked)
+
+    with contextlib.closing(other):
+        monkeypatch.setattr(node, "Feeder", CalledAtOnce)
+        WeightServer(tmp_path / "t1", "127.0.0.1:0", SECRET, node="t1").close()
 
 
 def test_a_link_that_breaks_in_the_middle_of_a_version(tmp_path: Path) -> None:

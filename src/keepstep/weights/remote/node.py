@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ssl
 import threading
@@ -108,14 +109,19 @@ class WeightServer:
         self._members: dict[str, _Member] = {}
         self._last_number = ROOT
         self.switch = Switch(links.deadline_s)
-        tls = tls_of_feeder(secret) if links.is_encrypted else None
-        self._feeder = Feeder(listen, secret, tls, self.switch, links.deadline_s, self._admit, note)
         credentials = Credentials.of(secret, Claim(Role.PUBLISHER, node))
         fed = tls_of_fed(credentials.authority) if links.is_encrypted and credentials.authority is not None else None
         joining = Joining(links.num_streams, publishes=True)
-        self._bridge = Bridge(folder, credentials, joining, fed, links.deadline_s, note)
-        self._devices = DeviceTunnels(folder, rank, self.switch)
-        self.switch.rise(self._devices)
+        with contextlib.ExitStack() as begun:
+            self._devices = DeviceTunnels(folder, rank, self.switch)
+            begun.callback(self._devices.close)
+            self.switch.rise(self._devices)
+            self._bridge = Bridge(folder, credentials, joining, fed, links.deadline_s, note)
+            begun.callback(self._bridge.close)
+            # Last: a node may have been waiting for this address, and is admitted at once.
+            tls = tls_of_feeder(secret) if links.is_encrypted else None
+            self._feeder = Feeder(listen, secret, tls, self.switch, links.deadline_s, self._admit, note)
+            begun.pop_all()
 
     @property
     def address(self) -> str:
