@@ -40,7 +40,7 @@ from keepstep.worker.groups import communicators
 from keepstep.worker.groups import startup_operations as startup
 from keepstep.worker.state import checkpoint, restore
 from keepstep.worker.step import stop_points
-from keepstep.worker.values import declared
+from keepstep.worker.values import declared, rank_objects
 
 README, SECURITY, ARCHITECTURE = ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "docs" / "ARCHITECTURE.md"
 OBSERVE, WEIGHTS, CONTRIBUTING = ROOT / "docs" / "observe.md", ROOT / "docs" / "WEIGHTS.md", ROOT / "CONTRIBUTING.md"
@@ -71,6 +71,7 @@ FACTS: list[tuple[Path, str]] = [
     (USAGE, f"All keys and values take at most {mib(jobstore.MAX_STORE_BYTES)}"),
     (USAGE, f"a rank may have {declared.MAX_RANK_BYTES >> 10} KiB of them, and all ranks together"),
     (USAGE, f"together {mib(declared.MAX_TABLE_BYTES)}. A checkpoint holds"),
+    (USAGE, f"the objects of all ranks together {mib(rank_objects.MAX_BYTES)}"),
     (USAGE, f"no failure is known within {communicators.DETECTION_S:g} s"),
     (USAGE, f"when no rank has called `init()` for {console.UNPROTECTED_S:g} s"),
     (USAGE, f"killed: {GRACE_S:g} by default"),

@@ -47,6 +47,12 @@ def test_the_rank_that_logs_is_lost_when_the_line_counts(tmp_path: Path, phase: 
     check(tmp_path, f"kill@step={LOGGING},phase={phase},rank=0", 1, "--epochs", 2)
 
 
+def test_each_rank_has_its_own_log(tmp_path: Path) -> None:
+    """Of its own losses, and of what a callback logs when a step's update is done."""
+    faults, _num_steps = in_every_phase(RANKS)
+    check(tmp_path, f"{faults};kill@step={LOGGING},phase=updated,rank=0", 1, "--epochs", 5, "--own-logs")
+
+
 def test_the_evaluation_at_the_start_is_logged_once(tmp_path: Path) -> None:
     check(tmp_path, "kill@step=3,phase=backward,rank=0", 0, "--epochs", 1, "--eval-on-start")
 

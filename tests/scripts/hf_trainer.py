@@ -26,6 +26,7 @@ parser.add_argument("--resume", action="store_true")
 parser.add_argument("--eval-on-start", action="store_true")
 parser.add_argument("--fsdp", action="store_true", help="FSDP2, which Accelerate leaves aside on CPUs by itself")
 parser.add_argument("--snapshot-every", type=int)
+parser.add_argument("--own-logs", action="store_true", help="log what each rank alone has, and after updates")
 arguments = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -60,10 +61,26 @@ class Lines(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step, **without_times(logs)}) + "\n")
 
 
+class OwnLogs(KeepstepTrainer):
+    def compute_loss(self, *arguments, **keywords):
+        loss = super().compute_loss(*arguments, **keywords)
+        if self.model.training:
+            self.log({"own": loss.item()})
+        return loss
+
+
+class Late(TrainerCallback):
+    """Logs when the parameters of a step have been updated."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if arguments.own_logs:
+            trainer.log({"late": state.global_step})
+
+
 arguments.out.mkdir(exist_ok=True)
 tokens = {"bos_token_id": 0, "eos_token_id": 0}
 model = GPT2LMHeadModel(GPT2Config(vocab_size=51, n_positions=12, n_embd=16, n_layer=2, n_head=2, **tokens))
-trainer = KeepstepTrainer(
+trainer = (OwnLogs if arguments.own_logs else KeepstepTrainer)(
     model=model,
     args=TrainingArguments(
         output_dir=str(arguments.out),
@@ -90,7 +107,7 @@ trainer = KeepstepTrainer(
     ),
     train_dataset=Sentences(0, 50),
     eval_dataset=Sentences(50, 10),
-    callbacks=[Lines(), EarlyStoppingCallback(early_stopping_patience=20)],
+    callbacks=[Lines(), Late(), EarlyStoppingCallback(early_stopping_patience=20)],
 )
 if arguments.fsdp:
     plugin = FullyShardedDataParallelPlugin(
@@ -103,6 +120,9 @@ if arguments.snapshot_every:
     trainer.keepstep_options["snapshot_every"] = arguments.snapshot_every
 print(f"built, with rank {os.environ.get('RANK', 'none')}", flush=True)
 result = trainer.train(resume_from_checkpoint=arguments.resume or None)
+if arguments.own_logs:
+    history = json.dumps(list(map(without_times, trainer.state.log_history)))
+    (arguments.out / f"history-of-{trainer.args.process_index}.json").write_text(history)
 if trainer.is_world_process_zero():
     for saved in arguments.out.glob("checkpoint-*/trainer_state.json"):
         state = json.loads(saved.read_text())

@@ -8,9 +8,10 @@ import importlib
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +114,9 @@ class Session(Loops):
         self._draws_as: int | None = None
         """The rank whose random numbers this rank draws; None for its own."""
         self._data_ranks: Sequence[int] | None = None
-        self._declared = DeclaredState(lambda: self._coordination.machine.rank)
+        self._declared = DeclaredState(
+            lambda: self._coordination.machine.rank, lambda: self._coordination.machine.used_echo
+        )
 
     def _connect(self) -> Coordination:
         settings, parked = self._settings, take_parked()
@@ -294,6 +297,7 @@ class Session(Loops):
         snapshot_every: int | str = "auto",
         shard: str = "",
         data_mesh: DeviceMesh | None = None,
+        per_rank: Mapping[str, Any] = MappingProxyType({}),
         **objects: Any,
     ) -> None:
         """Registers everything that a recovery must restore. Call it once, before the first step.
@@ -312,6 +316,10 @@ class Session(Loops):
             data_mesh: the dimensions of the job's mesh along which samples differ, for `data_rank`. Needed only if
                 neither DDP nor FSDP2 reduces the gradients along them, or if FSDP2 also reduces over context-parallel
                 ranks.
+            per_rank: objects by name with ``state_dict()`` and ``load_state_dict()`` that differ from rank to rank,
+                such as a log or a metric. A replacement gets the state that the lost rank's object had. It may change
+                from the start of a step to its first ``optimizer.step()``. A ``state_dict()`` is a dict with the values
+                that `state` allows, and is called several times in each step.
             objects: at least one ``torch.nn.Module``; optimizers; generators of random numbers (of torch, NumPy or
                 Python); anything else with ``state_dict()`` and ``load_state_dict()``: schedulers, scalers, loaders.
                 Generators are seeded in each step, from the job's seed, the rank, the step and the name. The names are
@@ -323,6 +331,7 @@ class Session(Loops):
         """
         if self._state is not None:
             raise UsageError("protect() was called twice: give it everything in one call")
+        self._declared.keep({name: unwrapped(thing) for name, thing in per_rank.items()})
         objects = {name: unwrapped(thing) for name, thing in objects.items()} | self._declared.objects
         self._state = ProtectedState(objects, layout_of(objects), shard)
         self._draws_as = first_tensor_peer(self._state.modules)

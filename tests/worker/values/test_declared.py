@@ -13,11 +13,11 @@ from keepstep.errors import ConfigurationError, InternalError, StateMismatch, Us
 from keepstep.worker.values import declared as module
 from keepstep.worker.values.declared import DeclaredState
 
-TABLE = "session.state per rank"
+TABLE = "per rank"
 
 
 def alone(rank: int | None = 0) -> DeclaredState:
-    return DeclaredState(lambda: rank)
+    return DeclaredState(lambda: rank, lambda: False)
 
 
 # ---- when they may change -------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def in_a_step(declared: DeclaredState, step: int, world_size: int) -> None:
 
 def every_rank_holds_all(rank: int, num_ranks: int, path: Path) -> Any:
     join(path, rank, num_ranks)
-    declared = DeclaredState(lambda: rank)
+    declared = DeclaredState(lambda: rank, lambda: False)
     own = declared.declare("", True, {"rank": -1, "total": torch.zeros(()), "text": ""})
     own.rank = rank
     declared.begin(num_ranks, share=True)
@@ -147,7 +147,7 @@ def every_rank_holds_all(rank: int, num_ranks: int, path: Path) -> Any:
     seen = []
     for state in states:
         for other in range(num_ranks):
-            replacement = DeclaredState(lambda other=other: other)
+            replacement = DeclaredState(lambda other=other: other, lambda: False)
             mine = replacement.declare("", True, {"rank": -1, "total": torch.zeros(()), "text": ""})
             replacement.begin(num_ranks, share=False)
             replacement.objects[TABLE].load_state_dict(state)
@@ -186,13 +186,13 @@ def a_table(monkeypatch: pytest.MonkeyPatch, world_size: int = 1) -> tuple[Any, 
 
 def test_a_checkpoint_of_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     table, state = a_table(monkeypatch, world_size=2)
-    with pytest.raises(StateMismatch, match="of 1 ranks, and this job has 2: start it with as many ranks"):
+    with pytest.raises(StateMismatch, match="of 1 ranks has of its own .per_rank., and this job has 2: start it with as many ranks"):
         table.load_state_dict(state)
 
 
 def test_a_checkpoint_of_other_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     table, state = a_table(monkeypatch)
-    with pytest.raises(StateMismatch, match=r"has .* here, and the state"):
+    with pytest.raises(StateMismatch, match=r"is .* here, and in the state"):
         table.load_state_dict(state | {"names": {"session.state(per_rank=True)": ["b"]}})
 
 

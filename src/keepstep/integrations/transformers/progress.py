@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
+from keepstep.integrations.transformers.log import TrainerLog
+
 _FURTHER = ("_metrics", "_total_train_tokens")
 """Attributes in which derived trainers, such as TRL's, accumulate metrics for the log."""
 _OF_THIS_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
@@ -30,30 +32,23 @@ class TrainerProgress:
         grad_norm: gradient norm of the last step.
         learning_rate: learning rate of the last step.
         own: rank-local values (`Session.state`): ``sums``, the running loss and the floating-point operations so far.
-        lines: lines that the last unit logged.
+        log: the log of this rank, which is an object of the rank's own.
         was_entered: whether training has begun.
     """
 
-    keys_of_this_rank = ("log", "lines")
-    """A derived trainer may log what only this rank has; see `keepstep.worker.state.layout.OF_THIS_RANK`."""
-
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, log: TrainerLog) -> None:
         self._trainer = trainer
         self.epoch = self.update_step = 0
         self.is_pending = self.is_stopped = self.was_entered = False
         self.grad_norm: float | None = None
         self.learning_rate: float | None = None
         self.own: Any = None
-        self.lines: list[dict[str, Any]] = []
-        self._log = (-1, "[]")
-        """Number of entries in ``log_history``, and ``log_history`` as JSON."""
+        self.log = log
 
     def state_dict(self) -> dict[str, Any]:
         """The replicated part of the state."""
         trainer = self._trainer
         state: TrainerState = trainer.state
-        if len(state.log_history) != self._log[0]:
-            self._log = len(state.log_history), json.dumps([without_times(line) for line in state.log_history])
         values = {
             "state": {name: getattr(state, name) for name in _SHARED},
             "control": vars(trainer.control),
@@ -63,21 +58,18 @@ class TrainerProgress:
             "progress": {name: getattr(self, name) for name in _NUMBERS},
             "further": {name: getattr(trainer, name) for name in _FURTHER if hasattr(trainer, name)},
         }
-        return {"values": json.dumps(values), "log": self._log[1], "lines": json.dumps(self.lines)}
+        return {"values": json.dumps(values), "late": self.log.late}
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Restores the replicated part. `put` restores the running loss and the number of operations."""
         trainer, state, values = self._trainer, self._trainer.state, json.loads(content["values"])
         vars(state).update(values["state"])
-        lines, own = json.loads(content["log"]), state.log_history
-        is_own = [without_times(line) for line in own[: len(lines)]] == lines
-        own[:] = own[: len(lines)] if is_own else lines
+        self.log.late = content["late"]
         vars(trainer.control).update(values["control"])
         for callback, attributes in zip(self._callbacks(), values["callbacks"], strict=True):
             vars(callback).update(attributes)
         trainer._total_loss_scalar, trainer._globalstep_last_logged = values["loss"], values["logged"]
         vars(self).update(values["progress"])
-        self.lines = json.loads(content["lines"])
         for name, value in values["further"].items():
             setattr(trainer, name, _as_before(getattr(trainer, name), value))
 
@@ -86,19 +78,15 @@ class TrainerProgress:
         return [each for each in known if isinstance(each, ExportableState) and not isinstance(each, TrainerControl)]
 
     def take(self) -> None:
-        """Copies the Trainer's running loss and operation count into ``own``. Call it before a unit is committed."""
+        """Protects the running loss, the operation count and the log as they are. Call it before a unit's barrier."""
         self.was_entered = True
+        self.log.share()
         self.own.sums = (self._trainer._tr_loss.item(), float(self._trainer.current_flos))
 
     def put(self) -> None:
         """Copies the values in ``own`` back to the Trainer."""
         loss, self._trainer.current_flos = self.own.sums
         self._trainer._tr_loss.fill_(loss)
-
-
-def without_times(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of the log without runtimes and rates, which differ between ranks."""
-    return {name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second"))}
 
 
 def _as_before(present: Any, value: Any) -> Any:

@@ -16,7 +16,8 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl
 
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.integrations.transformers.batches import EpochLoader, StepData
-from keepstep.integrations.transformers.progress import TrainerProgress, without_times
+from keepstep.integrations.transformers.log import MAX_MAIN_BYTES, MAX_OTHER_BYTES, TrainerLog
+from keepstep.integrations.transformers.progress import TrainerProgress
 from keepstep.worker.loop.foreign import ForeignLoop, warn_of_release, warn_of_tensors
 from keepstep.worker.loop.late_rank import have_accelerate_wait
 from keepstep.worker.loop.reading import Reading
@@ -59,7 +60,9 @@ class KeepstepMixin(_Base):
         with session.pretending():
             super().__init__(*arguments, **keywords)
         _refuse(self)
-        self._progress = TrainerProgress(self)
+        self._progress = TrainerProgress(self, TrainerLog(self, self._log_bytes))
+        self._num_told = 0
+        """Lines of the current unit that were logged."""
         self._loop = ForeignLoop(session.begin)
         self._data: StepData | None = None
         self._epoch_arguments: dict[str, Any] = {}
@@ -110,8 +113,15 @@ class KeepstepMixin(_Base):
         others = {"scheduler": self.lr_scheduler, "scaler": getattr(self.accelerator, "scaler", None)}
         protected = {name: thing for name, thing in others.items() if thing is not None}
         self._progress.own = self.session.state("trainer", per_rank=True, sums=(0.0, 0.0))
+        options = dict(self.keepstep_options)
+        per_rank = {**options.pop("per_rank", {}), "log_history": self._progress.log}
         self.session.protect(
-            model=model, optimizer=self.optimizer, trainer=self._progress, **protected, **self.keepstep_options
+            model=model,
+            optimizer=self.optimizer,
+            trainer=self._progress,
+            per_rank=per_rank,
+            **protected,
+            **options,
         )
         return model, loader
 
@@ -127,9 +137,9 @@ class KeepstepMixin(_Base):
             present = self._progress.state_dict()
             self._told_later()
             self._progress.load_state_dict(present)  # the job's, not what a callback begins with
-        self._progress.put()
-        for number, logs in enumerate(self._progress.lines):  # of a unit after which the former rank may have died
+        for number, logs in enumerate(self._progress.log.lines):  # of a unit after which the former rank may have died
             self._say(self._loop.index - 1, number, functools.partial(self._tell, logs))
+        self._put()
         return sys.maxsize if self._is_over() else self._progress.epoch
 
     def _run_epoch(self, *, epoch: int, **common: Any) -> None:
@@ -145,7 +155,7 @@ class KeepstepMixin(_Base):
                 if not self._loop.is_interruption(error):
                     raise
                 self._loop.go_back()
-                progress.put()
+                self._put()
 
     def _run_rest_of_epoch(self) -> None:
         progress, common = self._progress, dict(self._epoch_arguments)
@@ -211,11 +221,9 @@ class KeepstepMixin(_Base):
             progress.grad_norm = None if grad_norm is None else float(grad_norm)
             progress.learning_rate = learning_rate
             progress.is_pending = self._wants_more()
-            progress.lines = []
-            self._loop.commit()
+            self._commit()
         if not self._wants_more():
             return
-        progress.lines = []
         self._loop.controller.seed(self.state.global_step)
         super()._maybe_log_save_evaluate(
             tr_loss,
@@ -232,11 +240,11 @@ class KeepstepMixin(_Base):
             progress.is_pending = False
         else:
             self._end_epoch(progress.epoch)
-        self._loop.commit()
+        self._commit()
 
     def _finalize_training(self, *arguments: Any) -> Any:
         while not self._loop.finish():
-            self._progress.put()
+            self._put()
             while not self._is_over():
                 self._run_epoch(epoch=self._progress.epoch, **self._epoch_arguments)
         return super()._finalize_training(*arguments)
@@ -251,6 +259,25 @@ class KeepstepMixin(_Base):
             "give it state_dict() and load_state_dict(), and name it: trainer.keepstep_options['average'] = ..."
         )
         warn_of_tensors(unnamed, modules, what_to_do)
+
+    def _commit(self) -> None:
+        self._loop.commit()
+        self._begin_lines()
+
+    def _put(self) -> None:
+        """Gives the Trainer what a recovery has restored."""
+        self._progress.put()
+        self._begin_lines()
+
+    def _begin_lines(self) -> None:
+        """Begins the lines of the current unit."""
+        self._progress.log.begin()
+        self._num_told = 0
+
+    def _log_bytes(self) -> int:
+        if self.session.rank == 0:
+            return MAX_MAIN_BYTES
+        return min(MAX_OTHER_BYTES, MAX_MAIN_BYTES // self.session.world_size)
 
     def _wants_more(self) -> bool:
         control = self.control
@@ -280,8 +307,8 @@ class KeepstepMixin(_Base):
         if event in ("on_log", "on_evaluate") and self.session.is_late and not progress.was_entered:
             return control  # of eval_on_start, of which the job's first processes have told
         if event == "on_log" and progress.was_entered:
-            index, number = self._loop.index, len(progress.lines)
-            progress.lines.append(without_times(logs or {}))
+            index, number = self._loop.index, self._num_told
+            self._num_told += 1
             self.session.defer(self._say, index, number, call)
             return control
         if event == "on_pre_optimizer_step":

@@ -20,9 +20,6 @@ from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.state import tree
 from keepstep.worker.state.protected import Modes, ProtectedState
 
-OF_THIS_RANK = "keys_of_this_rank"
-"""Attribute of a protected object: those keys of its ``state_dict()`` whose values may differ between replicas."""
-
 
 class Found(NamedTuple):
     """When a difference between replicas was found, and what to do about it: the end of an error message."""
@@ -42,7 +39,7 @@ LATER = Found(
     "a lost rank gets its state from a rank that holds the same: average gradients over all ranks "
     "(DistributedDataParallel), and what a forward changes as well (broadcast_buffers=True, SyncBatchNorm). An "
     'optimizer that gives each rank a part of its state needs protect(shard=f"rank {session.rank}"), and values of '
-    "each rank's own session.state(per_rank=True)",
+    "each rank's own session.state(per_rank=True) or protect(per_rank=...)",
 )
 RESTORED = Found(
     "after it was restored",
@@ -172,9 +169,7 @@ def start_of(state: ProtectedState, first_step: int = 0, known: Mapping[str, byt
         known: digests of some tensors, by name, that need not be computed again.
     """
     blocks = state.blocks()
-    own = {f"{name}[{key!r}]" for name, thing in state.others.items() for key in getattr(thing, OF_THIS_RANK, ())}
-    values = ((name, value) for name, value in _host_values(state.host_state()) if name not in own)
-    host = {"steps(start=...)": first_step, **dict(values)}
+    host = {"steps(start=...)": first_step, **dict(_host_values(state.host_state()))}
     digests = [known.get(block.names[0]) or digest_of_block(block.held.tensor) for block in blocks]
     return Start(
         headers_of(blocks), tuple(host), (*digests, *(bytes.fromhex(tree.digest(each)) for each in host.values()))

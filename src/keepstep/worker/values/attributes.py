@@ -21,6 +21,23 @@ Refusal = Callable[[str], str | None]
 _NOTHING = object()
 
 
+class Constants:
+    """The bytes of immutable values by name: keepstep compares them several times in each step."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, bytes]] = {}
+
+    def to_bytes(self, name: str, value: Any, path: str) -> bytes:
+        """As `to_bytes`; of the value that it has returned last under this name, the same object."""
+        known, encoded = self._known.get(name, (_NOTHING, b""))
+        if known is value:
+            return encoded
+        encoded = to_bytes(value, path)
+        if tree.is_constant(value):
+            self._known[name] = value, encoded
+        return encoded
+
+
 class State:
     """Protected attributes: the result of `Session.state`.
 
@@ -34,8 +51,7 @@ class State:
     _label: str
     _refusal: Refusal
     _seals: dict[str, bytes]
-    _constants: dict[str, tuple[Any, bytes]]
-    """Cache of the bytes of immutable values: keepstep compares them several times in each step."""
+    _constants: Constants
 
     def __init__(self, label: str, values: dict[str, Any], refusal: Refusal) -> None:
         """Takes the ``label`` under which messages name the object.
@@ -47,7 +63,7 @@ class State:
         set_slot(self, "_label", label)
         set_slot(self, "_refusal", refusal)
         set_slot(self, "_seals", {})
-        set_slot(self, "_constants", {})
+        set_slot(self, "_constants", Constants())
         for name, value in values.items():
             if name.startswith("_") or hasattr(State, name):
                 raise ConfigurationError(f"{label}: an attribute cannot be called '{name}' here; take another name")
@@ -74,13 +90,7 @@ class State:
         return f"{self._label}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
 
     def _bytes_of(self, name: str, value: Any) -> bytes:
-        known, encoded = self._constants.get(name, (_NOTHING, b""))
-        if known is value:
-            return encoded
-        encoded = to_bytes(value, f"{self._label}.{name}")
-        if tree.is_constant(value):
-            self._constants[name] = value, encoded
-        return encoded
+        return self._constants.to_bytes(name, value, f"{self._label}.{name}")
 
     # ---- as a protected object --------------------------------------------------------------------------------------
 

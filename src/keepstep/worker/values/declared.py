@@ -1,5 +1,7 @@
 """The values that the script declares with `Session.state`, and the rules for when the script may change them.
 
+Also what it protects as each rank's own, `RankObjects`, for which the rules of rank-local values hold.
+
 *Replicated* values are the same on every rank. *Rank-local* values differ between ranks, and those of a lost rank must
 survive. So every rank sends its own values to all others before it enters the gradient barrier, and keeps the values of
 all ranks as one table in its host state. Then the same holds as for module buffers: when a rank has left the barrier of
@@ -10,7 +12,7 @@ argument.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from torch import distributed as dist
 from keepstep.errors import ConfigurationError, InternalError, RemoteProtocolError, StateMismatch, UsageError
 from keepstep.worker.state.layout import gathered
 from keepstep.worker.values.attributes import State, from_bytes
+from keepstep.worker.values.rank_objects import RankObjects
 
 MAX_RANK_BYTES = 64 << 10
 """Limit for one rank's local values in bytes: every rank sends them to every other rank at every step."""
@@ -28,6 +31,9 @@ limit."""
 _MIN_CAPACITY = 120
 """Initial capacity of a row in bytes. With its length it fills two cache lines; a running mean takes 60 bytes."""
 _LENGTH_BYTES = 8
+"""At the beginning of a row: how long it is, and how long the changes of the rank's objects are, in 4 bytes each."""
+_LOCAL = "per rank"
+"""The name of what all ranks hold of each other."""
 
 
 class Moment(enum.Enum):
@@ -46,17 +52,39 @@ class Moment(enum.Enum):
 class DeclaredState:
     """All declared values of one rank. Use it from the training thread."""
 
-    def __init__(self, rank: Callable[[], int | None]) -> None:
+    def __init__(self, rank: Callable[[], int | None], has_echoed: Callable[[], bool]) -> None:
         """Args:
         rank: returns the rank of this process, None on a spare.
+        has_echoed: returns whether an operation has returned this rank's own values in place of all ranks'.
         """
         self.objects: dict[str, Any] = {}
         """The objects to protect, by name: the replicated values, and the table of all ranks' local values."""
         self._rank = rank
+        self._has_echoed = has_echoed
         self._moment = Moment.START
         self._replicated: dict[str, State] = {}
         self._local: dict[str, State] = {}
+        self._rank_objects = RankObjects()
         self._table = _Table()
+
+    def keep(self, objects: Mapping[str, Any]) -> None:
+        """Protects objects of each rank's own, by name; see `Session.protect`.
+
+        Raises:
+            ConfigurationError: an object cannot be protected so.
+        """
+        for name, thing in objects.items():
+            self._rank_objects.add(name, thing)
+        self._hold_local()
+
+    def _hold_local(self) -> None:
+        if self._is_local:
+            self.objects[_LOCAL] = _LocalTable(self._table, self._local, self._rank_objects, self._rank)
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether ranks have something of their own."""
+        return bool(self._local or self._rank_objects)
 
     def declare(self, name: str, per_rank: bool, values: dict[str, Any]) -> State:
         """Creates an object with declared values; see `Session.state`.
@@ -77,10 +105,9 @@ class DeclaredState:
                 f"{label} was called twice: give the second one a name, session.state('name', ...)"
             )
         own[label] = state = State(label, values, self._local_refusal if per_rank else _never)
-        if per_rank:
-            self.objects["session.state per rank"] = _LocalTable(self._table, self._local, self._rank)
-        else:
+        if not per_rank:
             self.objects[label] = state
+        self._hold_local()
         return state
 
     def _local_refusal(self, attribute: str) -> str | None:
@@ -100,7 +127,7 @@ class DeclaredState:
         Raises:
             ConfigurationError: this rank's local values are too large.
         """
-        if share and self._local:
+        if share and self._is_local:
             self._share(world_size)
         self._moment = Moment.SHARED
 
@@ -109,8 +136,10 @@ class DeclaredState:
 
         Raises:
             UsageError: the script changed a local value in place after the last barrier.
+            ConfigurationError: the objects of all ranks are too large together.
         """
         self.check()
+        self._rank_objects.check_size()
         self._moment = Moment.OPEN
 
     def before_barrier(self, world_size: int) -> None:
@@ -119,7 +148,7 @@ class DeclaredState:
         Raises:
             ConfigurationError: this rank's local values are too large.
         """
-        if self._local:
+        if self._is_local:
             self._share(world_size)
         self._moment = Moment.SHARED
 
@@ -133,8 +162,11 @@ class DeclaredState:
         Raises:
             UsageError: the script changed a local value in place after the barrier. (`State` refuses assignments.)
         """
-        for state in self._local.values():
-            if self._moment is Moment.SHARED and (changed := state.changed()):
+        if self._moment is not Moment.SHARED:
+            return
+        kept: tuple[State | RankObjects, ...] = (*self._local.values(), self._rank_objects)
+        for own in kept:
+            if (changed := own.changed()) is not None:
                 raise UsageError(self._local_refusal(changed))
 
     def undone(self) -> None:
@@ -150,7 +182,11 @@ class DeclaredState:
     def _share(self, world_size: int) -> None:
         row = msgspec.msgpack.encode({name: state.seal() for name, state in self._local.items()})
         self._check_size(len(row), world_size)
-        self._table.share(row, world_size)
+        rank = self._rank()
+        assert rank is not None
+        changes = self._table.share(row, self._rank_objects.changes(rank), world_size)
+        if changes is not None and not self._has_echoed():  # of an echo they fit nothing, and the step is undone
+            self._rank_objects.put_together(changes)
 
     def _check_size(self, num_bytes: int, world_size: int) -> None:
         allowed = min(MAX_RANK_BYTES, MAX_TABLE_BYTES // world_size)
@@ -179,35 +215,62 @@ class _Table:
             max(_MIN_CAPACITY, len(self.content) // self.num_rows - _LENGTH_BYTES) if self.num_rows else _MIN_CAPACITY
         )
 
-    def share(self, row: bytes, world_size: int) -> None:
-        """All-gathers the rows. If a row exceeds the capacity, it increases the capacity and all-gathers again."""
+    def share(self, row: bytes, changes: bytes, world_size: int) -> list[bytes] | None:
+        """All-gathers the rows. If a row exceeds the capacity, it increases the capacity and all-gathers again.
+
+        Args:
+            row: this rank's.
+            changes: in its objects; all-gathered as well if any rank has some.
+            world_size: number of ranks.
+
+        Returns:
+            the changes of all ranks; None if there are none.
+        """
         capacity = self._capacity
-        rows = gathered(_row(row, capacity), world_size)
-        longest = max(int.from_bytes(each[:_LENGTH_BYTES], "little") for each in rows)
+        rows = gathered(_row(row, capacity, len(changes)), world_size)
+        lengths = [_lengths_of(each) for each in rows]
+        longest = max(length for length, _more in lengths)
         if longest > capacity:
             capacity = (1 << (longest + _LENGTH_BYTES - 1).bit_length()) - _LENGTH_BYTES
-            rows = gathered(_row(row, capacity), world_size)
-        self.num_rows, self.content = world_size, b"".join(rows)
+            rows = gathered(_row(row, capacity, len(changes)), world_size)
+        most = max(more for _length, more in lengths)
+        self.num_rows, self.content = world_size, b"".join(rows if not most else map(_without_changes, rows))
+        if not most:
+            return None
+        found = gathered(changes.ljust(most, b"\0"), world_size)
+        return [each[:more] for each, (_length, more) in zip(found, lengths, strict=True)]
 
     def row(self, rank: int) -> bytes:
         """The row of one rank."""
         size = len(self.content) // self.num_rows
         row = self.content[rank * size : (rank + 1) * size]
-        return row[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(row[:_LENGTH_BYTES], "little")]
+        return row[_LENGTH_BYTES : _LENGTH_BYTES + _lengths_of(row)[0]]
 
 
 class _LocalTable:
     """The table as a protected object. Loading it also sets this rank's own values."""
 
-    def __init__(self, table: _Table, states: dict[str, State], rank: Callable[[], int | None]) -> None:
+    def __init__(
+        self, table: _Table, states: dict[str, State], objects: RankObjects, rank: Callable[[], int | None]
+    ) -> None:
         self._table = table
         self._states = states
+        self._objects = objects
         self._rank = rank
 
-    def state_dict(self) -> dict[str, Any]:
-        """The table; the same on every rank."""
+    @property
+    def _names(self) -> dict[str, list[str]]:
         names = {name: list(state.state_dict()) for name, state in self._states.items()}
-        return {"names": names, "num_rows": self._table.num_rows, "rows": self._table.content}
+        return names | {"protect(per_rank=...)": self._objects.names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks hold; the same on every rank."""
+        return {
+            "names": self._names,
+            "num_rows": self._table.num_rows,
+            "rows": self._table.content,
+            "objects": self._objects.packed(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises:
@@ -225,16 +288,16 @@ class _LocalTable:
         for name, values in row.items():
             own = self._states[name]
             own.load_state_dict({key: from_bytes(content, f"{name}.{key}") for key, content in values.items()})
+        self._objects.load(state["objects"], rank)
 
     def _check(self, state: dict[str, Any], world_size: int) -> None:
         if state["num_rows"] != world_size:
             raise StateMismatch(
-                f"the state holds the values of session.state(per_rank=True) of {state['num_rows']} ranks, and this "
+                f"the state holds what each of {state['num_rows']} ranks has of its own (per_rank), and this "
                 f"job has {world_size}: start it with as many ranks, or give another checkpoint_dir"
             )
-        names = {name: list(each.state_dict()) for name, each in self._states.items()}
-        if state["names"] != names:
-            raise StateMismatch(f"session.state(per_rank=True) has {names} here, and the state {state['names']}")
+        if state["names"] != self._names:
+            raise StateMismatch(f"each rank's own is {self._names} here, and in the state {state['names']}")
 
 
 def _never(_attribute: str) -> None:
@@ -246,5 +309,18 @@ def _by_attribute(states: dict[str, State]) -> dict[str, bytes]:
     return {f"{label}.{name}": content for label, state in states.items() for name, content in state.as_bytes().items()}
 
 
-def _row(content: bytes, capacity: int) -> bytes:
-    return len(content).to_bytes(_LENGTH_BYTES, "little") + content[:capacity].ljust(capacity, b"\0")
+def _row(content: bytes, capacity: int, num_changes: int) -> bytes:
+    """A row as it is sent."""
+    lengths = len(content) | num_changes << 32
+    return lengths.to_bytes(_LENGTH_BYTES, "little") + content[:capacity].ljust(capacity, b"\0")
+
+
+def _without_changes(row: bytes) -> bytes:
+    """A row as it is kept: the length of the changes is no part of a state."""
+    return row[: _LENGTH_BYTES // 2] + bytes(_LENGTH_BYTES // 2) + row[_LENGTH_BYTES:]
+
+
+def _lengths_of(row: bytes) -> tuple[int, int]:
+    """Bytes of a row's content, and of the changes of the rank's objects."""
+    word = int.from_bytes(row[:_LENGTH_BYTES], "little")
+    return word & 0xFFFFFFFF, word >> 32
