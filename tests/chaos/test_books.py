@@ -16,9 +16,9 @@ from keepstep.drill.faults import IN_A_STEP
 BOOKS = SCRIPTS / "bookkeeping.py"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_kill_in_each_phase(tmp_path: Path, world_size: int) -> None:
-    code, result, output = drill(tmp_path, "--nproc-per-node", world_size, BOOKS)
+@pytest.mark.parametrize("options", [["--nproc-per-node", 2, BOOKS], ["--nproc-per-node", 3, BOOKS, "--fsdp2"]])
+def test_a_kill_in_each_phase(tmp_path: Path, options: list[object]) -> None:
+    code, result, output = drill(tmp_path, *options)
     assert code == 0, output
     assert len(result["faults"]) == len(IN_A_STEP)
 
@@ -64,7 +64,7 @@ def test_a_checkpoint_holds_the_values_of_every_rank(tmp_path: Path) -> None:
 
     code, _out, err = run("run", "--nproc-per-node", 2, BOOKS, "--steps", 40, "--checkpoint-dir", tmp_path / "saved")
     assert code == 1
-    assert "session.state(per_rank=True) of 3 ranks, and this job has 2" in err
+    assert "the state holds what each of 3 ranks has of its own (per_rank), and this job has 2" in err
 
 
 @pytest.mark.parametrize(
