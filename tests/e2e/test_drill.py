@@ -84,7 +84,8 @@ def numbers_agree(page: Page, folder: Path) -> None:
         assert told["milliseconds"] == measured["milliseconds"]
         for part in PARTS:
             shown = row(page, number).get_by_test_id(f"recovery-ms-{part}").text_content()
-            assert abs(number_in(shown or "") - told["milliseconds"][part]) <= 0.051, part
+            rounding = 0.051 if told["milliseconds"][part] < 1000 else 0.51  # from there on the page has no decimals
+            assert abs(number_in(shown or "") - told["milliseconds"][part]) <= rounding, part
     assert number_in(card(page, "step").inner_text().split("\n")[-1]) == NUM_STEPS
     assert number_in(card(page, "recoveries").inner_text().split("\n")[-1]) == 2
     assert number_in(card(page, "failures").inner_text().split("\n")[-1]) == 2
