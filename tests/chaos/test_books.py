@@ -16,9 +16,9 @@ from keepstep.drill.faults import IN_A_STEP
 BOOKS = SCRIPTS / "bookkeeping.py"
 
 
-@pytest.mark.parametrize("options", [["--nproc-per-node", 2, BOOKS], ["--nproc-per-node", 3, BOOKS, "--fsdp2"]])
-def test_a_kill_in_each_phase(tmp_path: Path, options: list[object]) -> None:
-    code, result, output = drill(tmp_path, *options)
+@pytest.mark.parametrize(("world_size", "options"), [(2, []), (3, []), (3, ["--fsdp2"])])
+def test_a_kill_in_each_phase(tmp_path: Path, world_size: int, options: list[str]) -> None:
+    code, result, output = drill(tmp_path, "--nproc-per-node", world_size, BOOKS, *options)
     assert code == 0, output
     assert len(result["faults"]) == len(IN_A_STEP)
 

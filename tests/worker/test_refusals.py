@@ -413,7 +413,7 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "worker.values.declared:DeclaredState.check": ("keepstep refuses a later change",),
     "worker.values.declared:DeclaredState._check_size": ("64 KiB of them, and all ranks together 16 MiB",),
     "worker.values.rank_objects:RankObjects.add": ("A module or an optimizer is refused there", "with `state_dict()`"),
-    "worker.values.rank_objects:RankObjects.check_size": ("the objects of all ranks together 64 MiB",),
+    "worker.values.rank_objects:RankObjects._check_size": ("the objects of all ranks together 64 MiB",),
     "worker.values.rank_objects:RankObjects.put_together": ("name the same objects on every rank",),
     "worker.values.rank_objects:_Object.encoded": ("gives a dict of such values",),
     "worker.values.rank_objects:_Object.load": ("must give after `load_state_dict()` what was loaded",),

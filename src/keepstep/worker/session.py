@@ -317,7 +317,7 @@ class Session(Loops):
                 neither DDP nor FSDP2 reduces the gradients along them, or if FSDP2 also reduces over context-parallel
                 ranks.
             per_rank: objects by name with ``state_dict()`` and ``load_state_dict()`` that differ from rank to rank,
-                such as a log or a metric. A replacement gets the state that the lost rank's object had. It may change
+                such as a log or counters. A replacement gets the state that the lost rank's object had. It may change
                 from the start of a step to its first ``optimizer.step()``. A ``state_dict()`` is a dict with the values
                 that `state` allows, and is called several times in each step.
             objects: at least one ``torch.nn.Module``; optimizers; generators of random numbers (of torch, NumPy or

@@ -137,9 +137,10 @@ class KeepstepMixin(_Base):
             present = self._progress.state_dict()
             self._told_later()
             self._progress.load_state_dict(present)  # the job's, not what a callback begins with
-        for number, logs in enumerate(self._progress.log.lines):  # of a unit after which the former rank may have died
-            self._say(self._loop.index - 1, number, functools.partial(self._tell, logs))
+        lines = self._progress.log.lines  # of a unit after which the former rank may have died
         self._put()
+        for number, logs in enumerate(lines):
+            self._say(self._loop.index - 1, number, functools.partial(self._tell, logs))
         return sys.maxsize if self._is_over() else self._progress.epoch
 
     def _run_epoch(self, *, epoch: int, **common: Any) -> None:

@@ -47,6 +47,12 @@ RESTORED = Found(
     "it, and give the object to protect()",
 )
 
+NOT_RESTORED = (
+    "is not what was restored: the load_state_dict() of that object has not set it, or has set something else. What "
+    "state_dict() gives must be what it gives after load_state_dict()"
+)
+"""The end of an error message about a value."""
+
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The name and memory layout of one tensor, or of one block of it."""
@@ -307,10 +313,7 @@ def check_restored(state: ProtectedState, host: dict[str, Any], optimizer: Itera
         if (place := tree.difference(own[name], wanted[name])) is not None:
             places.append(name + place)
     if places:
-        raise StateMismatch(
-            f"{places[0]} is not what was restored: the load_state_dict() of that object has not set it, or has set "
-            "something else. What state_dict() gives must be what it gives after load_state_dict()"
-        )
+        raise StateMismatch(f"{places[0]} {NOT_RESTORED}")
 
 
 def check_same_objects(state: ProtectedState, host: dict[str, Any], who: str) -> None:

@@ -67,13 +67,14 @@ def pass_gradient_barrier(
     said = [votes.purpose is Purpose.UPDATE, votes.purpose is Purpose.END, votes.every, votes.is_busy]
     greatest = torch.tensor([int(each) for each in said])
     is_passed = _all_arrived(coordination, greatest)
-    if is_passed and greatest[0] and greatest[1]:
+    updates, ends, every, is_busy = greatest.tolist()
+    if is_passed and updates and ends:
         is_passed = _is_one_purpose(coordination, votes.purpose)
     if not is_passed:
         decide()
     coordination.move(StepEvent.BARRIER_LEFT)
     coordination.reduced_behind_update = False
-    return Votes(votes.purpose, int(greatest[2]), bool(greatest[3])) if is_passed else None
+    return Votes(votes.purpose, every, bool(is_busy)) if is_passed else None
 
 
 def _is_one_purpose(coordination: Coordination, purpose: Purpose) -> bool:

@@ -136,17 +136,15 @@ class DeclaredState:
 
         Raises:
             UsageError: the script changed a local value in place after the last barrier.
-            ConfigurationError: the objects of all ranks are too large together.
         """
         self.check()
-        self._rank_objects.check_size()
         self._moment = Moment.OPEN
 
     def before_barrier(self, world_size: int) -> None:
         """Exchanges the local values with all ranks.
 
         Raises:
-            ConfigurationError: this rank's local values are too large.
+            ConfigurationError: this rank's local values are too large, or the objects of all ranks together.
         """
         if self._is_local:
             self._share(world_size)

@@ -17,6 +17,7 @@ import torch
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
 from keepstep.worker.groups.group import alone
 from keepstep.worker.state import tree
+from keepstep.worker.state.layout import NOT_RESTORED
 from keepstep.worker.values.attributes import Constants, from_bytes
 
 MAX_BYTES = 64 << 20
@@ -73,10 +74,7 @@ class _Object:
             return
         self._thing.load_state_dict(wanted)
         if (place := tree.difference(self._values(self.encoded()), wanted)) is not None:
-            raise StateMismatch(
-                f"{self.label}{place} is not what was restored: its load_state_dict() has not set it, or has set "
-                "something else. What state_dict() gives must be what it gives after load_state_dict()"
-            )
+            raise StateMismatch(f"{self.label}{place} {NOT_RESTORED}")
 
     def _values(self, encoded: bytes) -> dict[str, Any]:
         try:
@@ -145,6 +143,7 @@ class RankObjects:
 
         Raises:
             StateMismatch: another rank has an object that this one has not.
+            ConfigurationError: the objects of all ranks are too large together.
         """
         rows = {name: self._rows.get(name) or [b""] * len(messages) for name in self._objects}
         for rank, message in enumerate(messages):
@@ -156,13 +155,9 @@ class RankObjects:
                     )
                 rows[change.name][rank] = _changed(rows[change.name][rank], change)
         self._rows, self._packed = rows, None
+        self._check_size()
 
-    def check_size(self) -> None:
-        """Checks how much the ranks have together.
-
-        Raises:
-            ConfigurationError: too much; the message names the largest.
-        """
+    def _check_size(self) -> None:
         sizes = {(name, rank): len(row) for name, rows in self._rows.items() for rank, row in enumerate(rows)}
         if (total := sum(sizes.values())) > MAX_BYTES:
             name, rank = max(sizes, key=lambda place: sizes[place])
