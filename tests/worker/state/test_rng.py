@@ -85,7 +85,7 @@ def test_a_step_draws_from_torch_what_it_draws_after_manual_seed(monkeypatch: py
     """Every generator of an accelerator is seeded with the number that torch's own function would give it."""
     numbers: list[int] = []
     module = types.SimpleNamespace(manual_seed_all=numbers.append)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     seed_step(seed, 1, 2)
     drawn_after = torch.rand(3)
@@ -93,6 +93,15 @@ def test_a_step_draws_from_torch_what_it_draws_after_manual_seed(monkeypatch: py
     torch.manual_seed(numbers.pop())
     assert torch.equal(drawn_after, torch.rand(3))
     assert not numbers
+
+
+def test_a_step_seeds_no_accelerator_that_is_not_there(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Torch, built for one, would queue each seed for later with a formatted stack trace."""
+    queued: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", queued.append)
+    seed_step(seed, 1, 2)
+    assert not queued
 
 
 GENERATORS: dict[str, Callable[[], tuple[Generator, Callable[[], float]]]] = {

@@ -52,32 +52,38 @@ def other_than_memory(tensor: torch.Tensor) -> str | None:
         a description of the tensor, with its type, for a message: "a <type>, which ...".
     """
     kind = type(tensor)
-    name = f"{kind.__module__}.{kind.__qualname__}"
     if is_lazy(tensor):
-        return f"a {name}: its module has not seen an input yet"
+        return f"a {_named(kind)}: its module has not seen an input yet"
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return f"a {name}, whose content lies in other tensors or nowhere"
+        return f"a {_named(kind)}, whose content lies in other tensors or nowhere"
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return f"a {name} inside of a transformation of torch.func"
+        return f"a {_named(kind)} inside of a transformation of torch.func"
     if tensor.is_quantized or tensor.is_nested:
-        return f"a {'quantized' if tensor.is_quantized else 'nested'} {name}, whose content is not only its elements"
-    if tensor.device.type not in ("cpu", "cuda"):
-        return f"a {name} on {tensor.device}, which is neither the CPU nor a CUDA GPU"
+        form = "quantized" if tensor.is_quantized else "nested"
+        return f"a {form} {_named(kind)}, whose content is not only its elements"
+    if not (tensor.is_cpu or tensor.is_cuda):
+        return f"a {_named(kind)} on {tensor.device}, which is neither the CPU nor a CUDA GPU"
     if tensor.layout is not torch.strided:
-        return f"a {str(tensor.layout).removeprefix('torch.')} {name}, whose content lies in several tensors"
-    if tensor.numel():
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return f"a {str(tensor.layout).removeprefix('torch.')} {_named(kind)}, whose content lies in several tensors"
+    if num_elements := tensor.numel():
+        last = num_elements - 1
+        if not tensor.is_contiguous():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         if (tensor.storage_offset() + last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
-            return f"a {name} whose storage has been freed"
+            return f"a {_named(kind)} whose storage has been freed"
     return None
+
+
+def _named(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements fill one run of memory, in any order of dimensions."""
     if tensor.layout is not torch.strided:
         return False
-    if not tensor.numel():
-        return True  # torch gives such a tensor strides as if it had elements
+    if tensor.is_contiguous() or not tensor.numel():
+        return True  # torch gives a tensor without elements strides as if it had some
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size > 1 and stride != expected:

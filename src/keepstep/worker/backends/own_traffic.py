@@ -60,9 +60,13 @@ class OwnTraffic(ABC):
         """Begins a barrier of all members. Waiting raises RuntimeError if one is gone or the group was aborted."""
         if greatest is None:
             return self.begin(Operation.BARRIER, lambda inner: inner.barrier(BarrierOptions()), [], is_raised)
+        return self.begin(Operation.BARRIER, lambda inner: self._reduce_to_greatest(inner, greatest), [], is_raised)
+
+    def _reduce_to_greatest(self, inner: TorchBackend, greatest: Tensor) -> dist.Work:
+        """Begins the operation of a barrier that gives all members the greatest numbers."""
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        return self.begin(Operation.BARRIER, lambda inner: inner.allreduce([greatest], options), [], is_raised)
+        return inner.allreduce([greatest], options)
 
 
 class Background:

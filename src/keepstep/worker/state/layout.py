@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -166,25 +165,30 @@ class Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """xxh3 (64 bit) of the content of each tensor, then of each host value."""
 
 
-def start_of(state: ProtectedState, first_step: int = 0, known: Mapping[str, bytes] = MappingProxyType({})) -> Start:
+def content_digest(tensor: torch.Tensor) -> bytes:
+    """xxh3 (64 bit) of the bytes of a tensor."""
+    return xxhash.xxh3_64_digest(host_bytes(tensor))
+
+
+def start_of(
+    state: ProtectedState, first_step: int = 0, digest: Callable[[str, torch.Tensor], bytes] | None = None
+) -> Start:
     """Describes this rank's current state.
 
     Args:
         state: this rank's protected objects.
         first_step: the step that the rank's script begins with.
-        known: digests of some tensors, by name, that need not be computed again.
+        digest: returns the `content_digest` of the tensor with a name, which may be known already.
     """
     blocks = state.blocks()
     host = {"steps(start=...)": first_step, **dict(_host_values(state.host_state()))}
-    digests = [known.get(block.names[0]) or digest_of_block(block.held.tensor) for block in blocks]
+    digests = [
+        content_digest(block.held.tensor) if digest is None else digest(block.names[0], block.held.tensor)
+        for block in blocks
+    ]
     return Start(
         headers_of(blocks), tuple(host), (*digests, *(bytes.fromhex(tree.digest(each)) for each in host.values()))
     )
-
-
-def digest_of_block(tensor: torch.Tensor) -> bytes:
-    """xxh3 (64 bit) of the content of a block."""
-    return xxhash.xxh3_64_digest(host_bytes(tensor))
 
 
 def gathered(own: bytes, world_size: int) -> list[bytes]:

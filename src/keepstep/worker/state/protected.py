@@ -224,9 +224,11 @@ class ProtectedState:
         """Optimizer state tensors, named by optimizer, parameter index and key."""
         found: Named = []
         for name, optimizer in self.optimizers.items():
+            state = local_optimizer(optimizer).state
             for index, parameter in enumerate(parameters_of(optimizer)):
-                for key, value in sorted(local_optimizer(optimizer).state.get(parameter, {}).items()):
-                    if isinstance(value, torch.Tensor):
+                values = state.get(parameter, {})
+                for key in sorted(values):
+                    if isinstance(value := values[key], torch.Tensor):
                         found.append((f"{name}/{index}/{key}", value))
         return found
 
@@ -524,8 +526,9 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def _scalar_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     found = {}
+    state = local_optimizer(optimizer).state
     for index, parameter in enumerate(parameters_of(optimizer)):
-        values = local_optimizer(optimizer).state.get(parameter, {})
+        values = state.get(parameter, {})
         scalars = {key: tree.copied(value) for key, value in values.items() if not isinstance(value, torch.Tensor)}
         if scalars:
             found[index] = scalars

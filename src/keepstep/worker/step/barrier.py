@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from keepstep.errors import StepInterrupted, UsageError
@@ -64,8 +65,9 @@ def pass_gradient_barrier(
         raise StepInterrupted
     coordination.move(StepEvent.GRADIENTS_SYNCED)
     coordination.settled()
-    said = [votes.purpose is Purpose.UPDATE, votes.purpose is Purpose.END, votes.every, votes.is_busy]
-    greatest = torch.tensor([int(each) for each in said])
+    greatest = np.array(
+        (votes.purpose is Purpose.UPDATE, votes.purpose is Purpose.END, votes.every, votes.is_busy), np.int64
+    )
     is_passed = _all_arrived(coordination, greatest)
     updates, ends, every, is_busy = greatest.tolist()
     if is_passed and updates and ends:
@@ -82,7 +84,7 @@ def _is_one_purpose(coordination: Coordination, purpose: Purpose) -> bool:
     machine = coordination.machine
     assert machine.rank is not None
     assert machine.membership is not None
-    purposes = torch.zeros(machine.membership.world_size, dtype=torch.int64)
+    purposes = np.zeros(machine.membership.world_size, np.int64)
     purposes[machine.rank] = purpose
     if not _all_arrived(coordination, purposes):
         return False
@@ -114,7 +116,7 @@ def check_purposes(step: int, purposes: Sequence[Purpose], membership: Membershi
             )
 
 
-def _all_arrived(coordination: Coordination, greatest: torch.Tensor) -> bool:
+def _all_arrived(coordination: Coordination, greatest: np.ndarray) -> bool:
     assert coordination.groups is not None
     inner = coordination.groups.world.inner
     if inner is None:
@@ -122,7 +124,7 @@ def _all_arrived(coordination: Coordination, greatest: torch.Tensor) -> bool:
     if coordination.groups.world.size() == 1:
         return not coordination.interrupted
     try:
-        inner.barrier(greatest).wait()
+        inner.barrier(torch.from_numpy(greatest)).wait()
     except RuntimeError as error:
         coordination.failed(WORLD, error)
         return False

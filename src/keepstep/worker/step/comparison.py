@@ -13,14 +13,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import msgspec
+import torch
 import xxhash
 from torch import distributed as dist
 
 from keepstep.errors import PeerLost, StateMismatch, StepInterrupted
 from keepstep.protocol.comparison import Said, Verdict, compares, follows_recovery, judge
+from keepstep.weights.memory.blocks import local_of
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.groups.store import LinkStore
-from keepstep.worker.state.layout import LATER, RESTORED, Start, check_same_start, digest_of_block, gathered, start_of
+from keepstep.worker.state.layout import LATER, RESTORED, Start, check_same_start, content_digest, gathered, start_of
 from keepstep.worker.state.protected import ProtectedState
 
 _STORE_TIMEOUT = timedelta(seconds=300)
@@ -74,15 +76,14 @@ class Comparison:
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "keepstep-digests")
-        moving = {name for name, _buffer in self._state.buffers()} | self._state.written
-        tensors = {block.names[0]: block.held.tensor for block in self._state.blocks() if block.names[0] not in moving}
         found = [
-            (name, tensor, tensor._version, tensor.data_ptr())
-            for name, tensor in tensors.items()
-            if not tensor.is_inference()  # torch counts no versions of these
+            (name, local, local._version, local.data_ptr())
+            for name, tensor in (*self._state.parameters(), *self._state.optimizer_tensors())
+            if name not in self._state.written
+            and not (local := local_of(tensor)).is_inference()  # torch counts no versions of these
         ]
         self._beside = self._thread.submit(
-            lambda: {name: (version, at, digest_of_block(tensor)) for name, tensor, version, at in found}
+            lambda: {name: (version, at, content_digest(local.detach())) for name, local, version, at in found}
         )
 
     def before_barrier(self, step: int) -> None:
@@ -92,15 +93,16 @@ class Comparison:
             StateMismatch: this rank's state differs from a replica's, and has since before any failure.
             StepInterrupted: a rank refuses what it has loaded, so that all ranks undo the step.
         """
-        machine, page, world_size = self._machine, self._coordination.page, dist.get_world_size()
         compares_state = self.compares_state(step)
         values = self._replicated() if compares_state or step & (step - 1) == 0 else {}
-        if machine.rank is None or world_size == 1 or not (compares_state or values):
+        if not (compares_state or values):
+            return
+        machine, page, world_size = self._machine, self._coordination.page, dist.get_world_size()
+        if machine.rank is None or world_size == 1:
             return
         page.set_waiting(True)  # reading all of the state may take long, and so may others
         try:
-            known = self._known() if compares_state else {}
-            state = start_of(self._state, known=known) if compares_state else Start((), (), ())
+            state = start_of(self._state, digest=self._digest_beside()) if compares_state else Start((), (), ())
             everywhere = Start((), tuple(values), tuple(xxhash.xxh3_64_digest(each) for each in values.values()))
             rows = gathered(self._row(state if compares_state else None, everywhere), world_size)
             groups = [(self._state.shard(), state, 0), ("everywhere", everywhere, 1)]
@@ -115,28 +117,30 @@ class Comparison:
 
     def compares_state(self, step: int) -> bool:
         """Whether all of the state is compared in a step."""
-        membership, generation = self._machine.membership, self._machine.generation
-        has_replicas = membership is not None and len(membership.shards) < membership.world_size
-        return has_replicas and compares(step, self._resumed_at, generation)
+        membership = self._machine.membership
+        return (
+            compares(step, self._resumed_at, self._machine.generation)
+            and membership is not None
+            and len(membership.shards) < membership.world_size
+        )
 
     def may_be_refused(self, step: int) -> bool:
         """Whether a rank may find in a step that its state is not what it has loaded."""
         return self.compares_state(step) and follows_recovery(step, self._resumed_at, self._machine.generation)
 
-    def _known(self) -> dict[str, bytes]:
-        """The digests that were computed beside this step, of tensors that have not changed since."""
+    def _digest_beside(self) -> Callable[[str, torch.Tensor], bytes]:
+        """A `content_digest` that takes what was computed beside the step, of tensors that have not changed since."""
         beside, self._beside = self._beside, None
-        if beside is None:
-            return {}
-        digests = beside.result()
-        now = {block.names[0]: block.held.tensor for block in self._state.blocks()}
-        return {
-            name: digest
-            for name, (version, at, digest) in digests.items()
-            if (tensor := now.get(name)) is not None
-            and (tensor._version, tensor.data_ptr()) == (version, at)
-            and name not in self._state.written
-        }
+        digests = beside.result() if beside is not None else {}
+
+        def digest(name: str, tensor: torch.Tensor) -> bytes:
+            if name in digests and name not in self._state.written:
+                version, at, known = digests[name]
+                if (tensor._version, tensor.data_ptr()) == (version, at):
+                    return known
+            return content_digest(tensor)
+
+        return digest
 
     def _row(self, state: Start | None, everywhere: Start) -> bytes:
         own = _NOTHING if state is None else xxhash.xxh3_64_digest(msgspec.msgpack.encode(state))

@@ -33,7 +33,7 @@ from keepstep.worker.backends.communicator import (
 from keepstep.worker.backends.gloo import errors
 from keepstep.worker.backends.gloo.background import in_background
 from keepstep.worker.backends.gloo.connections import Connections
-from keepstep.worker.backends.gloo.scattering import ScatteringGloo
+from keepstep.worker.backends.gloo.scattering import ScatteringGloo, greatest_of_all
 from keepstep.worker.backends.gloo.threads import GlooThreads
 from keepstep.worker.backends.gloo.work import GlooWork
 from keepstep.worker.backends.in_flight import OperationsInFlight
@@ -253,6 +253,9 @@ class GlooCommunicator(OwnTraffic):
         """
         work = GlooWork(operation, peer, tensors, self._timeout, is_raised, _nothing, self._in_flight.leave)
         return self._issue(work, self._enter(work, in_background=True), call, self._in_flight.leave)
+
+    def _reduce_to_greatest(self, inner: TorchBackend, greatest: Tensor) -> dist.Work:
+        return greatest_of_all(inner, greatest, self._size)
 
     def _enter(self, work: GlooWork, *, in_background: bool) -> TorchBackend:
         with self._changed:

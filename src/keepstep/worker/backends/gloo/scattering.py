@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions, ProcessGroupGloo, ReduceOptions
+from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, ProcessGroupGloo, ReduceOptions
 
 from keepstep.worker.backends.communicator import TorchBackend
 
@@ -72,6 +73,19 @@ class ScatteringGloo(ProcessGroupGloo):
         return CopyingWork([receive([host])], host, tensor)
 
 
+def greatest_of_all(backend: TorchBackend, greatest: Tensor, size: int) -> dist.Work:
+    """Makes each number of a tensor [numbers] the greatest of all members.
+
+    Every member sends to every other, so it ends as soon as the last one has come. Gloo's allreduce passes the numbers
+    around a ring, 2 (``size`` - 1) messages one after the other, and takes two to five times as long as its barrier.
+    """
+    own = greatest.numpy()  # NumPy takes a fraction of torch's time for a few numbers
+    said, heard = np.empty((2, size, len(own)), own.dtype)
+    said[:] = own
+    work = backend.alltoall_base(torch.from_numpy(heard), torch.from_numpy(said), [], [], AllToAllOptions())
+    return GreatestWork([work], torch.from_numpy(heard), greatest)
+
+
 def _is_part(output: Tensor, source: Tensor, size: int) -> bool:
     """Whether an output is one of ``size`` equal parts along the first dimension."""
     return (
@@ -120,6 +134,14 @@ class CopyingWork(dist.Work):
 
     def _source_rank(self) -> int:
         return int(self._works[0]._source_rank())
+
+
+class GreatestWork(CopyingWork):
+    """The handle of `greatest_of_all`: ``source`` [members, numbers], ``output`` [numbers]."""
+
+    def copy(self) -> None:
+        """Writes the greatest numbers."""
+        self._source.numpy().max(0, out=self._output.numpy())
 
 
 def _raise_errors(ended: torch.futures.Future[list[torch.futures.Future[Any]]]) -> None:
