@@ -6,6 +6,8 @@ a copy of the inputs and then copy this rank's part; the bits are the same
 
 Gloo sends and receives only host memory: ``ProcessGroupGloo::send`` passes on the tensor's address, wherever that is.
 So a message of a GPU goes through a copy in host memory. Not tested on a GPU.
+
+`greatest_of_all` is a reduction of a few numbers that takes no longer than gloo's barrier.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def greatest_of_all(backend: TorchBackend, greatest: Tensor, size: int) -> dist.
     Every member sends to every other, so it ends as soon as the last one has come. Gloo's allreduce passes the numbers
     around a ring, 2 (``size`` - 1) messages one after the other, and takes two to five times as long as its barrier.
     """
-    own = greatest.numpy()  # NumPy takes a fraction of torch's time for a few numbers
+    own = greatest.cpu().numpy()  # NumPy takes a fraction of torch's time for a few numbers
     said, heard = np.empty((2, size, len(own)), own.dtype)
     said[:] = own
     work = backend.alltoall_base(torch.from_numpy(heard), torch.from_numpy(said), [], [], AllToAllOptions())
@@ -141,7 +143,8 @@ class GreatestWork(CopyingWork):
 
     def copy(self) -> None:
         """Writes the greatest numbers."""
-        self._source.numpy().max(0, out=self._output.numpy())
+        self._source = torch.from_numpy(self._source.numpy().max(0))
+        super().copy()
 
 
 def _raise_errors(ended: torch.futures.Future[list[torch.futures.Future[Any]]]) -> None:
