@@ -6,6 +6,7 @@ import json
 import os
 import py_compile
 import re
+import shelve
 import subprocess
 import zipfile
 from collections.abc import Iterator
@@ -79,6 +80,37 @@ for name in sys.argv[1:]:
         found = str(error)
     print(json.dumps([name, found]))
 """
+LEAVES = """
+import shelve, sys, weakref, zipfile
+import neighbour
+
+class Thing:
+    def __init__(self, name):
+        self.file = open(name, "w")
+
+    def __del__(self):
+        self.file.write("freed")
+
+class Fails:
+    def __del__(self):
+        raise ValueError("not freed")
+
+folder = sys.argv[1]
+archive = zipfile.ZipFile(f"{folder}/archive.zip", "w")
+archive.writestr("member.txt", "a member")
+shelf = shelve.open(f"{folder}/shelf", writeback=True)
+shelf["key"] = ["value"]
+shelf["key"].append("later")
+text = open(f"{folder}/text.txt", "w")
+text.write("without a line's end")
+thing = Thing(f"{folder}/thing")
+circle = [Thing(f"{folder}/in_a_circle")]
+circle.append(circle)
+weakref.finalize(archive, open(f"{folder}/finalized", "w").write, "finalized")
+neighbour.kept = zipfile.ZipFile(f"{folder}/neighbour.zip", "w")
+neighbour.kept.writestr("member.txt", "a member")
+fails = Fails()
+"""
 SHADOWS = ("random", "copy", "socket", "json", "asyncio", "torch", "msgspec", "keepstep")
 """Modules of the library, or that keepstep needs, which the user's project has as well."""
 
@@ -93,6 +125,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "scripts" / "look.py").write_text(LOOK)
     (root / "scripts" / "raises.py").write_text(RAISES)
     (root / "scripts" / "imports.py").write_text(IMPORTS)
+    (root / "scripts" / "leaves.py").write_text(LEAVES)
+    (root / "scripts" / "neighbour.py").touch()
     (root / "scripts" / "no_syntax.py").write_text("this is no python :")
     (root / "tool" / "__main__.py").write_text(LOOK)
     (root / "package" / "__init__.py").touch()
@@ -174,6 +208,31 @@ def test_the_script_sees_what_python_shows_it(crew: Crew, project: Path) -> None
         command, environment = kinds[name]
         expected = under_python(project, command, environment)
         assert told(worker.stdout, worker.stderr, worker.status) == expected, name
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                found[path.name] = {name: archive.read(name) for name in archive.namelist()}
+        elif not path.name.startswith("shelf"):
+            found[path.name] = path.read_text()
+    with shelve.open(str(folder / "shelf"), "r") as shelf:
+        return found | {"shelf": dict(shelf)}
+
+
+def test_files_that_the_script_leaves_open_are_complete(crew: Crew, project: Path, tmp_path: Path) -> None:
+    """Also those that are completed when Python frees the object."""
+    python, keepstep = tmp_path / "python", tmp_path / "keepstep"
+    python.mkdir()
+    keepstep.mkdir()
+    *_printed, status = under_python(project, ("scripts/leaves.py", str(python)), {})
+    worker = crew.spawn("scripts/leaves.py", str(keepstep))
+    assert (worker.status, contents(keepstep)) == (status, contents(python))
+    assert contents(python)["archive.zip"] == {"member.txt": b"a member"}
+    assert len(contents(python)) == 7
+    assert worker.stderr.count("ValueError: not freed") == 1
 
 
 def test_modules_of_the_working_directory_are_in_nobodys_way(crew: Crew, project: Path) -> None:

@@ -267,8 +267,9 @@ def test_lines_around_a_step(tmp_path: Path, flags: list[str]) -> None:
     assert code == 0, output
 
 
-def test_two_models_that_are_updated_in_turn(tmp_path: Path) -> None:
-    """A forward without gradients changes the buffers of the model whose turn it is not."""
-    code, result, output = drill(tmp_path, "--nproc-per-node", 2, SCRIPTS / "gan.py")
+@pytest.mark.parametrize("flags", [[], ["--detach"]])
+def test_two_models_that_are_updated_in_turn(tmp_path: Path, flags: list[str]) -> None:
+    """A forward changes the buffers of the model whose turn it is not, and may leave its reducer waiting."""
+    code, result, output = drill(tmp_path, "--nproc-per-node", 2, SCRIPTS / "gan.py", *flags)
     assert code == 0, output
     assert len(result["faults"]) == len(IN_A_STEP)

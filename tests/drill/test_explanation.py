@@ -1,5 +1,6 @@
 """Why a drill says NO, from what was recorded: no job is needed for that."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -67,6 +68,31 @@ def test_what_the_step_after_the_resume_step_computed_points_to_unprotected_stat
     )
     assert "resumed at step 2 with its protected state intact, and step 2 computed something else" in found.sentences[2]
     assert "--faults none" in found.sentences[3]
+
+
+@pytest.mark.parametrize(
+    ("by", "names", "kind"),
+    [
+        (3e-6, NAMES[:3], Kind.ROUNDED),
+        (0.0, NAMES[:1], Kind.ROUNDED),
+        (1e-4, NAMES[:3], Kind.COMPUTED),
+        (-1e-2, NAMES[:1], Kind.COMPUTED),
+        (3e-6, NAMES, Kind.COMPUTED),
+    ],
+)
+def test_what_differs_by_rounding_does_not_point_to_what_starts_over(
+    by: float, names: tuple[str, ...], kind: Kind
+) -> None:
+    """The last name is that of a host value, which differs or does not."""
+    first, second = run(), run({(rank, step): names for rank in (0, 1) for step in (3, 4, 5)})
+    for states, value in ((first, 1.0), (second, 1.0 + by)):
+        for steps in states.values():
+            for step, state in steps.items():
+                sketch = (value, 1.0, 2.0**-23)
+                steps[step] = dataclasses.replace(state, sketches=(sketch, sketch, sketch, None))
+    found = explain(recorded(first), recorded(second, "e"), [fault(2.5, 2)])
+    assert found.kind is kind
+    assert ("but for rounding" in found.sentences[2]) == (kind is Kind.ROUNDED)
 
 
 def test_a_difference_at_the_resume_step_points_to_what_was_restored() -> None:

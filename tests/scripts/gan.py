@@ -1,6 +1,7 @@
 """A GAN: two models, each with an optimizer of its own, and one update a step."""
 
 import argparse
+import contextlib
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -9,6 +10,9 @@ import keepstep
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=50)
+parser.add_argument(
+    "--detach", action="store_true", help="a forward with gradients and no backward, then two backwards"
+)
 arguments = parser.parse_args()
 
 session = keepstep.init(seed=2)
@@ -25,12 +29,17 @@ real, false = torch.ones(16, 1), torch.zeros(16, 1)
 for step in session.steps(arguments.steps):
     with step:
         if step.index % 2 == 0:
-            with torch.no_grad():  # changes the maker's BatchNorm, on each rank in its own way
+            with (
+                contextlib.nullcontext() if arguments.detach else torch.no_grad()
+            ):  # changes the maker's BatchNorm, on each rank in its own way
                 made = maker(torch.randn(16, 4))
             loss(judge(torch.randn(16, 8) + 1), real).backward()
-            loss(judge(made), false).backward()
+            loss(judge(made.detach()), false).backward()
             judge_optimizer.step()
         else:
+            if arguments.detach:
+                with maker.no_sync():
+                    loss(judge.module(maker(torch.randn(16, 4))), real).backward()
             loss(judge(maker(torch.randn(16, 4))), real).backward()
             maker_optimizer.step()
         judge.zero_grad()

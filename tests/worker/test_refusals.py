@@ -343,6 +343,8 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "worker.loop.stream:StreamReading._refuse_empty": ("",),
     "worker.loop.stream:StreamReading._refuse": ("refuses a loader that then gives another batch",),
     "worker.loop.stream:positioned": ("Without a position keepstep refuses such a dataset",),
+    "worker.backends.gloo.threads:GlooThreads.check": ("variables or threads have other names",),
+    "worker.groups.objects:check_variables": ("variables or threads have other names",),
     "worker.groups.group:SurvivingGroup._issue": ("a `state_dict()` with a collective in it",),
     "worker.loop.runner:_Call.__call__": ("refuses a function that changes a tensor argument in place",),
     "worker.jobstore.store_client:StoreClient.ask": (

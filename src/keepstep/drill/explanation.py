@@ -18,6 +18,11 @@ NAMES_SHOWN = 3
 """How many names of differing values the text shows; the JSON result has all."""
 
 
+ROUNDING = 64.0
+"""A tensor that differs by less than this multiple of its norm and its dtype's resolution differs by rounding: terms of
+a gradient cancel, so it may differ by much more than its last bit."""
+
+
 class Kind(enum.StrEnum):
     """The likely cause of a difference."""
 
@@ -26,6 +31,7 @@ class Kind(enum.StrEnum):
     SCRIPT = "script not deterministic"
     RESUMED = "resumed from another state"
     COMPUTED = "computed differently"
+    ROUNDED = "rounded differently"
     UNRECORDED = "a state_dict() differs, and no record of keepstep's"
     UNFINISHED = "steps not iterated to their end"
     UNKNOWN = "unknown"
@@ -42,6 +48,8 @@ class Difference:
     """Names of the values that differ on any of the ranks."""
     at_s: float
     """When the second run recorded the first of these states, in monotonic seconds."""
+    by: float | None = None
+    """By how much the tensors differ at most; see `StepState.differs_by`. None: a value is no tensor of numbers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +142,13 @@ def first_difference(first: States, second: States) -> Difference | None:
             if step in steps and step in second.get(rank, ())
         }
         if different := {rank: names for rank, names in here.items() if names}:
-            return _difference(step, different, {rank: second[rank][step] for rank in different})
+            by = [
+                first[rank][step].differs_by(second[rank][step], name)
+                for rank, names in different.items()
+                for name in names
+            ]
+            found = _difference(step, different, {rank: second[rank][step] for rank in different})
+            return dataclasses.replace(found, by=None if None in by else max(each for each in by if each is not None))
     return None
 
 
@@ -197,6 +211,14 @@ def _after_fault(where: str, found: Difference, fault: Mapping[str, Any]) -> Exp
             "something change outside of 'with step:', or does a state_dict() leave something out?"
         )
         return Explanation(Kind.RESUMED, (where, after, hint, doubt), found, name)
+    if found.by is not None and found.by < ROUNDING:
+        hint = (
+            f"The job resumed at step {resume_step} with its protected state intact, and step {found.step - 1} "
+            "computed the same but for rounding: the same numbers were added in another order, as where gradients are "
+            "reduced at another moment (no_sync(), a forward without a backward), in other buckets, or by another "
+            "kernel. What starts over in a replacement changes more than that."
+        )
+        return Explanation(Kind.ROUNDED, (where, after, hint, doubt), found, name)
     hint = (
         f"The job resumed at step {resume_step} with its protected state intact, and step {found.step - 1} computed "
         "something else: it depends on something that protect() was not given (a counter, a best value, a random "

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -39,6 +39,7 @@ class _Line(msgspec.Struct, frozen=True, array_like=True):
     step: int
     at_s: float
     digests: tuple[str, ...]
+    sketches: tuple[tuple[float, float, float] | None, ...]
     names: tuple[str, ...] | None
 
 
@@ -52,6 +53,19 @@ class StepState:
     """Names of all protected values."""
     digests: tuple[str, ...]
     """Their digests, in the same order."""
+    sketches: tuple[tuple[float, float, float] | None, ...] = ()
+    """Projection, norm and resolution of each, in the same order; see `keepstep.worker.state.digests.Sketch`."""
+
+    def differs_by(self, other: StepState, name: str) -> float | None:
+        """Returns about by how much a tensor differs, as a multiple of its norm and of its dtype's resolution.
+
+        None: it is no tensor of finite numbers in both states.
+        """
+        one, another = (dict(zip(each.names, each.sketches, strict=False)).get(name) for each in (self, other))
+        if one is None or another is None:
+            return None
+        (mine, norm, resolution), (its, other_norm, _) = one, another
+        return abs(mine - its) / (max(norm, other_norm) * resolution) if mine != its else 0.0
 
     def differing(self, other: StepState) -> list[str]:
         """Returns the names whose digests differ, or that only one state has, in this state's order."""
@@ -70,7 +84,7 @@ class StateSource(Protocol):
     """The part of `keepstep.worker.coordination.Coordination` that a recorder needs."""
 
     machine: WorkerMachine
-    digests: Callable[[], dict[str, str]]
+    digests: Callable[[], Mapping[str, tuple[str, tuple[float, float, float] | None]]]
     save_state_dicts: Callable[[Path], None]
 
 
@@ -117,7 +131,12 @@ class StateRecorder:
         digests = self._worker.digests()
         names = tuple(digests)
         line = _Line(
-            machine.rank, step, time.monotonic(), tuple(digests.values()), None if names == self._names else names
+            machine.rank,
+            step,
+            time.monotonic(),
+            tuple(digest for digest, _sketch in digests.values()),
+            tuple(sketch for _digest, sketch in digests.values()),
+            None if names == self._names else names,
         )
         self._names = names
         os.write(self._descriptor, msgspec.json.encode(line) + b"\n")
@@ -137,5 +156,5 @@ def read_states(run_dir: Path) -> States:
             names = names if line.names is None else line.names
             steps = found.setdefault(line.rank, {})
             if line.step not in steps or steps[line.step].at_s < line.at_s:
-                steps[line.step] = StepState(line.at_s, names, line.digests)
+                steps[line.step] = StepState(line.at_s, names, line.digests, line.sketches)
     return dict(sorted(found.items()))

@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -36,7 +36,7 @@ class Observed(Protocol):
     """The part of `keepstep.worker.coordination.Coordination` that the injector needs."""
 
     observe: Callable[[str], None]
-    digests: Callable[[], dict[str, str]]
+    digests: Callable[[], Mapping[str, tuple[str, tuple[float, float, float] | None]]]
     save_state_dicts: Callable[[Path], None]
     machine: WorkerMachine
     page: TagWriter

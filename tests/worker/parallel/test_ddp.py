@@ -1,5 +1,7 @@
 """DDP's buckets have one layout, whatever the reducer went through. DDP needs a group: each test has its processes."""
 
+import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import ConfigurationError
-from keepstep.worker.parallel.ddp import find_ddp, refuse_hooks, settle_buckets, share_buffers
+from keepstep.worker.parallel.ddp import DataParallel, find_ddp, refuse_hooks, settle_buckets, share_buffers
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rollback import StepSnapshot
 
@@ -333,3 +335,57 @@ def test_a_model_that_keeps_its_own_buffers_keeps_them(tmp_path: Path) -> None:
     answers = run_ranks(2, buffers_after_sharing, tmp_path, False, True)
     assert all(before == after for before, after in answers)
     assert answers[0] != answers[1]
+
+
+def reduced_after_a_forward_alone(rank: int, num_ranks: int, path: Path, *, detached: bool) -> list[bool]:
+    """Whether the gradients of micro-batches are averaged, in a step after one with a forward without a backward."""
+    join(path, rank, num_ranks)
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
+    adapter = DataParallel([ddp])
+    ddp(torch.randn(3, 4)).sum().backward()
+    if detached:
+        ddp(torch.randn(3, 4)).detach()
+    adapter.hand_out()
+    found = []
+    for context in (ddp.no_sync(), contextlib.nullcontext()):
+        ddp.zero_grad()
+        with context:
+            ddp(torch.full((1, 4), float(rank))).sum().backward()
+        found.append(bool(torch.all(ddp.module.weight.grad == (num_ranks - 1) / 2)))
+    return found
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_forward_without_a_backward_arms_no_later_step(tmp_path: Path, detached: bool) -> None:
+    function = functools.partial(reduced_after_a_forward_alone, detached=detached)
+    assert run_ranks(2, function, tmp_path) == [[False, True]] * 2
+
+
+def unused_twice(rank: int, num_ranks: int, path: Path) -> str:
+    """What DDP says in the step after one in which a parameter had no gradient, which its settings exclude."""
+    join(path, rank, num_ranks)
+    ddp = DistributedDataParallel(Half())
+    adapter = DataParallel([ddp])
+    for _ in range(2):
+        adapter.hand_out()
+        try:
+            ddp(torch.ones(1, 4)).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+class Half(torch.nn.Module):
+    """Only one of its layers is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(x)
+        return result
+
+
+def test_ddp_still_says_that_a_parameter_was_not_used(tmp_path: Path) -> None:
+    assert all("Expected to have finished reduction" in text for text in run_ranks(2, unused_twice, tmp_path))

@@ -66,18 +66,44 @@ def test_every_protected_tensor_has_a_digest() -> None:
     job = Job()
     found = named_digests(job.state)
     assert {name for name, _tensor in job.state.live_tensors()} <= set(found)
-    assert {len(digest) for digest in found.values()} == {DIGEST_CHARACTERS}
+    assert {len(seen.digest) for seen in found.values()} == {DIGEST_CHARACTERS}
 
 
 def test_a_tensor_with_nan_has_a_digest_that_says_so() -> None:
     job = Job()
     before = named_digests(job.state)
-    assert not any(digest.startswith(HOLDS_NAN) for digest in before.values())
+    assert not any(seen.digest.startswith(HOLDS_NAN) for seen in before.values())
     job.model[0].weight.data[0, 0] = torch.nan
     after = named_digests(job.state)
-    assert [name for name, digest in after.items() if digest.startswith(HOLDS_NAN)] == ["model.0.weight"]
+    assert [name for name, seen in after.items() if seen.digest.startswith(HOLDS_NAN)] == ["model.0.weight"]
     job.model[0].weight.data[0, 1] += 1
     assert named_digests(job.state)["model.0.weight"] != after["model.0.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("by", [1e-9, 1e-4, 1.0])
+def test_sketches_tell_by_how_much_tensors_differ(dtype: torch.dtype, by: float, seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    job, difference = Job(), torch.randn(50, 300, generator=chance, dtype=torch.float64) * by
+    job.model[0].weight = torch.nn.Parameter(torch.randn(50, 300, generator=chance).to(dtype))
+    weight, found = job.model[0].weight, []
+    for added in (torch.zeros(()), difference.to(dtype)):
+        weight.data += added
+        sketch = named_digests(ProtectedState({"model": job.model}))["model.0.weight"].sketch
+        assert sketch is not None
+        assert sketch.resolution == torch.finfo(dtype).eps
+        found.append((sketch, weight.detach().double().clone()))
+    (one, first), (other, second) = found
+    assert one.norm == pytest.approx(float(first.norm()))
+    assert abs(one.projection - other.projection) <= 6 * float((first - second).norm()), "six standard deviations"
+
+
+def test_what_is_no_finite_number_has_no_sketch() -> None:
+    job = Job()
+    assert named_digests(job.state)["model.1.num_batches_tracked"].sketch is None
+    assert named_digests(job.state)["model.1.running_var"].sketch is not None
+    job.model[1].running_var[0] = torch.inf
+    assert named_digests(job.state)["model.1.running_var"].sketch is None
 
 
 def test_the_same_bytes_of_another_kind_have_another_digest() -> None:

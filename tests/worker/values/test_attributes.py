@@ -1,6 +1,8 @@
 """The attributes of a `State`: what they may hold, and that a change is noticed however it was made."""
 
+import copy
 import math
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -154,3 +156,14 @@ def test_what_can_change_is_looked_at_each_time(value: Any, change: Callable[[An
     state.seal()
     change(value)
     assert state.changed() == "state.best"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_copy_has_the_values_alone(copied: Callable[[State], Any]) -> None:
+    state = State("session.state()", {"best": 1.5, "lines": [1]}, lambda _attribute: "not now")
+    assert b"keepstep" not in pickle.dumps(state)
+    made = copied(state)
+    made.lines.append(2)
+    made.best = 0.0
+    assert (state.best, state.lines) == (1.5, [1])
+    assert vars(made) == {"best": 0.0, "lines": [1, 2]}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -21,6 +22,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.typenames import is_named
 from keepstep.weights.memory.blocks import is_dtensor
 from keepstep.worker.groups.group import SurvivingGroup
+from keepstep.worker.hooks import hook_after, on_gradient_of
 from keepstep.worker.parallel.layout import Replicated
 
 _UPCAST = "_AllreduceUpcastHookState"
@@ -40,8 +42,25 @@ class DataParallel(Replicated):
         for module in found:
             settle_buckets(module)
 
+            hook_after(module, self._after_forward)
+        self._armed: set[DistributedDataParallel] = set()
+        """Modules whose reducer waits for gradients of a forward that no backward has reached yet."""
+
+    def _after_forward(self, module: torch.nn.Module, _arguments: Any, output: Any) -> None:
+        assert isinstance(module, DistributedDataParallel)
+        if torch.is_grad_enabled() and module.require_backward_grad_sync and not torch.compiler.is_compiling():
+            self._armed.add(module)
+            on_gradient_of(output, lambda _gradient: self._armed.discard(module))
+
     def hand_out(self) -> None:
-        """Makes all ranks begin the script's code before the step, such as an evaluation, in the same way."""
+        """Makes all ranks begin the script's code before the step, such as an evaluation, in the same way.
+
+        A forward without a backward, as of a GAN's ``G(z).detach()``, leaves the reducer waiting. It would then reduce
+        the next backward even in ``no_sync()``; that of a replacement would not.
+        """
+        for module in self._armed:
+            settle_buckets(module)  # the reducer's own reset alone would lay out its buckets anew
+        self._armed.clear()
         self.begin_step()
 
     def begin_step(self) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import gc
 import io
 import os
 import runpy
 import sys
+import sysconfig
+import threading
 import traceback
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
-from types import ModuleType, TracebackType
+from types import FunctionType, GeneratorType, ModuleType, TracebackType
+from typing import Any
+
+import torch
 
 from keepstep.config import has_no_rank, has_safe_path, rank_environment, spare_to_park
 from keepstep.errors import ConfigurationError, StepInterrupted, UsageError
@@ -21,6 +27,10 @@ from keepstep.worker.parking import park
 from keepstep.worker.session import current_session
 
 EXIT_EXCEPTION = 1
+_LIVES_ON = (torch.nn.Module, torch.optim.Optimizer)
+_STAYS = (ModuleType, FunctionType, type, GeneratorType, *_LIVES_ON)
+_KEPT_PACKAGES = ("torch", "keepstep")
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _left_behind: list[object] = []
 """Objects that the script left behind, kept until the process ends. Plain Python frees them when no other thread can
 hold the GIL any more. A DDP that is freed earlier may hang: its process group waits, with the GIL held, for a thread
@@ -61,6 +71,35 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
         return 0
     _fail(failure)
     return EXIT_EXCEPTION
+
+
+def free_what_the_script_holds() -> None:
+    """Frees the objects in the script's own modules, as Python does at its end: some complete a file only then.
+
+    These are an archive of `zipfile`, a shelf, a file of h5py, a writer of Parquet. The models and optimizers, and with
+    them torch's process groups, live on: see `_left_behind`. Threads that still run find None in place of what they
+    use, and end in silence; Python stops them before.
+    """
+    threading.excepthook = lambda _arguments: None
+    _left_behind.extend(each for each in gc.get_objects() if issubclass(type(each), _LIVES_ON))
+    for held in _modules_of_the_script():
+        for name, value in list(held.items()):
+            if not (issubclass(type(value), _STAYS) or type(value).__module__.partition(".")[0] in _KEPT_PACKAGES):
+                held[name] = None
+    gc.collect()
+
+
+def _modules_of_the_script() -> list[dict[str, Any]]:
+    """The contents of the main module, and of those that lie in its folder and are not installed."""
+    main = vars(sys.modules["__main__"])
+    folder = os.path.join(os.path.dirname(os.path.abspath(main.get("__file__") or "")), "")
+    found = [main]
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        is_near = isinstance(file, str) and file.startswith(folder) and not file.startswith(_INSTALLED)
+        if is_near and name.partition(".")[0] not in ("__main__", *_KEPT_PACKAGES):
+            found.append(vars(module))
+    return found
 
 
 def _as_python(command: tuple[str, ...], module: bool) -> Callable[[], None]:

@@ -177,11 +177,15 @@ def _execute(request: SpawnWorker) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends a forked worker as an interpreter would: exit handlers, buffers, then exit without the spawner's stack."""
+    """Ends a forked worker as an interpreter would: exit handlers, what its modules hold, buffers. Then it exits,
+    without the spawner's stack."""
+    from keepstep.worker.process.bootstrap import free_what_the_script_holds  # imported already: it ran the script
+
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter itself calls; joins executors, too
         atexit._run_exitfuncs()
         flush()
+        free_what_the_script_holds()
         _write_out_files()
     except BaseException:  # such as Ctrl-C while a thread is joined
         traceback.print_exc()

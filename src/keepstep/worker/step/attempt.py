@@ -6,6 +6,7 @@ from torch import distributed as dist
 
 from keepstep.protocol.phases import Phase
 from keepstep.worker.coordination import Coordination
+from keepstep.worker.hooks import remove_hooks
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rollback import StepSnapshot
 from keepstep.worker.step.comparison import Comparison
@@ -148,5 +149,6 @@ class Attempt:
         return False
 
     def over(self) -> None:
-        """Ends the protection of declared values: all ranks have completed the last step."""
+        """Leaves the script's values and modules alone: all ranks have completed the last step."""
         self._declared.end()
+        remove_hooks()

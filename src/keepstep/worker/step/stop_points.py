@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from keepstep.protocol.phases import Phase
 from keepstep.weights.memory.blocks import is_dtensor
+from keepstep.worker.hooks import hook_after, hook_before, hook_gradient, on_gradient_of
 
 NUM_STOP_POINTS = 64
 """Maximum number per direction. A survivor then wastes little more than 1/64 of a pass."""
@@ -35,7 +36,7 @@ def spread(items: Sequence[Item], count: int) -> list[Item]:
 
 
 class StopPoints:
-    """The stop points and the two phase marks on the protected modules, for the rest of the process."""
+    """The stop points and the two phase marks on the protected modules."""
 
     def __init__(
         self,
@@ -53,24 +54,24 @@ class StopPoints:
         """
         self._check, self._on_phase = check, on_phase
         self._removable: list[list[RemovableHandle]] = []
-        """Handles of the stop points, per module and direction. Phase marks are not among them."""
+        """Handles of the stop points, per module and direction."""
         self._steps_s: list[float] = []
         for root in modules.values():
             parameters = [parameter for parameter in root.parameters() if parameter.requires_grad]
             if not parameters:
                 continue
             for called in filter(_takes_hooks, _called(root)):
-                called.register_forward_pre_hook(self._before_called)
-                called.register_forward_hook(self._after_called)
+                hook_before(called, self._before_called)
+                hook_after(called, self._after_called)
             inner = [part for part in root.modules() if part is not root]
             parts = spread(list(filter(_takes_hooks, inner)), NUM_STOP_POINTS)
-            self._removable.append([part.register_forward_pre_hook(self._before_forward) for part in parts])
+            self._removable.append([hook_before(part, self._before_forward) for part in parts])
             if any(is_dtensor(parameter) for parameter in parameters):
                 # FSDP accumulates into gathered parameters, which are temporary. So the hooks are on outputs.
-                self._removable.append([part.register_forward_hook(self._after_forward) for part in parts])
+                self._removable.append([hook_after(part, self._after_forward) for part in parts])
                 continue
             leaves = spread(parameters, NUM_STOP_POINTS)
-            self._removable.append([leaf.register_post_accumulate_grad_hook(self._after_gradient) for leaf in leaves])
+            self._removable.append([hook_gradient(leaf, self._after_gradient) for leaf in leaves])
 
     def step_took(self, step_s: float) -> None:
         """Records the length of a step, in seconds. After `LEARNING_STEPS` steps, removes superfluous stop points."""
@@ -95,10 +96,10 @@ class StopPoints:
             self._check()
 
     def _after_called(self, _module: torch.nn.Module, _arguments: Any, output: Any) -> None:
-        _on_gradient_of(output, self._output_gradient)
+        on_gradient_of(output, self._output_gradient)
 
     def _after_forward(self, _module: torch.nn.Module, _arguments: Any, output: Any) -> None:
-        _on_gradient_of(output, self._after_gradient)
+        on_gradient_of(output, self._after_gradient)
 
     def _output_gradient(self, _gradient: torch.Tensor) -> None:
         self._on_phase(Phase.BACKWARD)
@@ -118,18 +119,3 @@ def _called(module: torch.nn.Module) -> list[torch.nn.Module]:
     if type(module).forward is not torch.nn.Module.forward:
         return [module]
     return [called for part in module.children() for called in _called(part)]
-
-
-def _on_gradient_of(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
-    """Registers a hook that runs when the backward reaches a module's output."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
-    first = next((leaf for leaf in _tensors(output) if leaf.requires_grad and leaf.grad_fn is not None), None)
-    if first is not None:
-        first.register_hook(hook)
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        return [output]
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]

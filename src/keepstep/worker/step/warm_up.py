@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.optim.adamw import adamw
 
+from keepstep.weights.memory.blocks import local_of
 from keepstep.worker.state.protected import ProtectedState
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -15,12 +19,14 @@ _SIZE = 256
 
 
 def warm_up(state: ProtectedState, function: Callable[[], object]) -> None:
-    """Warms up a spare: calls the script's function, and allocates gradients and optimizer state.
+    """Warms up a spare: calls the script's function, and has memory allocated for gradients and optimizer state.
 
-    It allocates them by one update on zero gradients. The state of the spare is overwritten when it takes a rank.
-    Restoring 80 MB of Adam state into memory that had never been touched took twice as long (20,000 page faults; 2
-    cores, November 2026). On a GPU torch's allocator keeps the memory of the gradients, and cuBLAS and its kernels are
-    loaded even without a function of the script. The device is idle when it returns.
+    Nothing of the script's is called but that function. So the memory is allocated for as much as optimizers of this
+    kind keep, written to, and freed: the process, or torch's allocator on a GPU, keeps it for the restore. Restoring 80
+    MB of Adam state into memory that had never been touched took twice as long (20,000 page faults; 2 cores, November
+    2026). Then the first update of a process is made with a tensor of keepstep's own, since torch imports its compiler
+    in it (a second). On a GPU cuBLAS and its kernels are loaded even without a function of the script. The device is
+    idle when it returns.
 
     Args:
         state: the protected objects.
@@ -31,12 +37,42 @@ def warm_up(state: ProtectedState, function: Callable[[], object]) -> None:
         dtypes = {parameter.dtype for _name, parameter in state.parameters()} | {torch.get_autocast_dtype("cuda")}
         multiply(device, [dtype for dtype in _DTYPES if dtype in dtypes])
     function()
-    state.place_gradients(tuple(range(len(state.parameters()))))
-    for optimizer in state.optimizers.values():
-        optimizer.step()
-    state.place_gradients(())
+    touch(state)
+    update(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def touch(state: ProtectedState) -> None:
+    """Allocates, writes to and frees as much memory as gradients and optimizer state will take, as far as known.
+
+    If there is not as much, the restore allocates it.
+    """
+    memory = []
+    with contextlib.suppress(torch.OutOfMemoryError):
+        for optimizer in state.optimizers.values():
+            for group in optimizer.param_groups:
+                for parameter in (each for each in group["params"] if each.requires_grad):
+                    copies = [torch.zeros_like(local_of(parameter).detach()) for _ in range(1 + num_moments(group))]
+                    memory.extend(copies)
+
+
+def num_moments(group: dict[str, Any]) -> int:
+    """How many tensors of a parameter's size optimizers keep that have such a parameter group, by their settings."""
+    if "betas" in group:
+        return 3 if group.get("amsgrad") else 2
+    return sum(bool(group.get(name)) for name in ("momentum", "alpha", "centered"))
+
+
+def update(device: torch.device) -> None:
+    """Makes an update of a tensor of its own, without an optimizer, whose hooks would be called."""
+    tensors = [torch.zeros(1, device=device) for _ in range(4)]
+    parameter, gradient, first, second = ([each] for each in tensors)
+    with torch.no_grad():
+        adamw(
+            parameter, gradient, first, second, [], [torch.zeros(())], amsgrad=False, beta1=0.9, beta2=0.99, lr=0.1,
+            weight_decay=0.0, eps=1e-8, maximize=False,
+        )  # fmt: skip
 
 
 def multiply(device: torch.device, dtypes: list[torch.dtype]) -> None:

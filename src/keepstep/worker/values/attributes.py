@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -88,6 +89,10 @@ class State:
 
     def __repr__(self) -> str:
         return f"{self._label}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
+
+    def __reduce__(self) -> Any:
+        """A copy, or what is read from a file, has the values and nothing of keepstep."""
+        return SimpleNamespace, (), dict(self.__dict__)
 
     def _bytes_of(self, name: str, value: Any) -> bytes:
         return self._constants.to_bytes(name, value, f"{self._label}.{name}")
