@@ -138,7 +138,7 @@ class Watcher:
     def echoed(self, group: str) -> None:
         self.num_echoed += 1
 
-    def missing(self, group: str, received: object) -> None:
+    def missing(self, group: str, received: object, *, is_decided: bool = False) -> None:
         self.num_missing += 1
 
 

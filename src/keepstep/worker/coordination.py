@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeAlias
@@ -77,8 +77,9 @@ class Coordination:
         """Returns the steps of the checkpoints and snapshots that this rank can load. Called by the training thread."""
         self.second_copies: Callable[[], SnapshotsByRank] = tuple
         """Returns the second copies that this worker keeps for other ranks. Called by the training thread."""
-        self.digests: Callable[[], dict[str, str]] = dict
-        """Returns digests of all protected state by name. Drills call it in the training thread."""
+        self.digests: Callable[[], Mapping[str, tuple[str, tuple[float, float, float] | None]]] = dict
+        """Returns the digest of each protected value, and the sketch of a tensor, by name (`state.digests.Seen`).
+        Drills call it in the training thread."""
         self.save_state_dicts: Callable[[Path], None] = lambda path: None
         """Has torch save the ``state_dict()`` of each protected object. Drills call it in the training thread."""
         self.broken = CancelToken()
@@ -111,6 +112,10 @@ class Coordination:
         self._news = threading.Condition()
         """Guards the machine. Notified of every event that the training thread may wait for."""
         self._num_orders = 0
+        self._groups_of = 0
+        """The generation in which the groups are connected, or are being connected."""
+        self._breaking = threading.RLock()
+        """Held while the groups are taken down, and when they become those of another generation."""
 
     # ---- other threads --------------------------------------------------------------------------------------------
 
@@ -119,6 +124,7 @@ class Coordination:
         if isinstance(order, Terminate) and not callable(signal.getsignal(signal.SIGTERM)):
             return  # a script without a handler must not leave its loop and go on: it would seem complete
         with self._news:
+            generation = self._groups_of
             urgency = self.machine.receive(order)
             holding = self.machine.holding()
             self._num_orders += 1
@@ -126,7 +132,7 @@ class Coordination:
         if holding is not None:
             self.link.send(holding)
         if urgency is Urgency.BREAK:
-            self._break()
+            self._break(generation)
         if isinstance(order, Stop):
             if urgency is Urgency.SETTLE:
                 timer = threading.Timer(SETTLE_S, self.settled, [order.generation])
@@ -137,18 +143,28 @@ class Coordination:
     def settled(self, generation: int | None = None) -> None:
         """Closes the groups: the backward has ended, or its time (for the `Stop` of ``generation``) is over."""
         with self._news:
+            groups_of = self._groups_of
             urgency = self.machine.settled(generation)
             self._news.notify_all()
         if urgency is Urgency.BREAK:
-            self._break()
+            self._break(groups_of)
 
-    def _break(self) -> None:
-        if self.groups is not None:
-            self.groups.take_down()
-        self.link.fail_requests()
-        self.broken.set()
-        self.break_off()
-        self.break_wait()
+    def _break(self, generation: int) -> None:
+        """Breaks off all that goes on between ranks in a generation.
+
+        Args:
+            generation: `_groups_of` at the moment of the decision. By now the training thread may be connecting the
+                next one, for another thread has done this meanwhile.
+        """
+        with self._breaking:
+            if generation != self._groups_of:
+                return
+            if self.groups is not None:
+                self.groups.take_down()
+            self.link.fail_requests()
+            self.broken.set()
+            self.break_off()
+            self.break_wait()
 
     def entered(self, group: str, operation: Operation, peer: int) -> None:
         """Records that an operation of a group has begun."""
@@ -173,11 +189,12 @@ class Coordination:
         if self.completed:
             return False
         with self._news:  # under one lock: no `Stop` may begin to settle between the two calls
+            generation = self._groups_of
             urgency = self.machine.settled()
             hint = self.machine.collective_failed(group, text(error))
             self._news.notify_all()
         if urgency is Urgency.BREAK or hint is not None:
-            self._break()
+            self._break(generation)
         if hint is not None:
             self.link.send(hint)
         return True
@@ -221,11 +238,14 @@ class Coordination:
             phase is Phase.UPDATED and self.machine.state is WorkerState.TRAINING and not self.attempting
         )
 
-    def missing(self, group: str, received: Sequence[object]) -> None:
-        """Tracks tensors that a cut-off collective did not fill. Runs in the thread that is about to get them."""
+    def missing(self, group: str, received: Sequence[object], *, is_decided: bool = False) -> None:
+        """Tracks tensors that a cut-off collective did not fill. Runs in the thread that is about to get them.
+
+        ``is_decided``: the script gets objects instead, which cannot be tracked.
+        """
         if self.machine.in_doubt and self.is_training_thread:
             tensors = [leaf for leaf in tree_leaves(received) if isinstance(leaf, torch.Tensor)]
-            self.missing_values.adopt(tensors, in_update=self._update is not None)
+            self.missing_values.adopt(tensors, in_update=self._update is not None, is_decided=is_decided)
             if self._update is not None:
                 return  # an update may have many collectives; `judge_copy` reports them
             print(
@@ -441,6 +461,8 @@ class Coordination:
         assert self.machine.rank is not None
         self._adopt_rank()
         self.groups.drain()
+        with self._breaking, self._news:
+            self._groups_of = generation
         self.observe("reset")
         self.page.set_waiting(True)
         try:
@@ -454,7 +476,7 @@ class Coordination:
         self.page.reset_operations()
         self.show()
         if self.machine.is_over(generation):
-            self._break()  # the listener handled the order before there were connections to close
+            self._break(generation)  # the listener handled the order before there were connections to close
 
     def stand_until_ended(self) -> NoReturn:
         """Ends the process, with all others, by the controller's order: a rank was lost before the first step.
@@ -472,12 +494,12 @@ class Coordination:
 
     def fell_out(self, where: str, error: Exception) -> None:
         """Breaks off a recovery: closes the groups, and reports the error unless the controller knows of it."""
-        self._break()
+        self._break(self._groups_of)
         self.machine.fell_out(where, text(error))
 
     def refused(self, error: StateMismatch) -> None:
         """Breaks off a recovery whose state was loaded, and does not equal what was loaded."""
-        self._break()
+        self._break(self._groups_of)
         self.machine.refused(text(error))
 
     def end(self, order: Rescue, path: str | None, problem: str | None) -> NoReturn:

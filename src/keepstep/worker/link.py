@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -144,10 +145,21 @@ class Link:
     def fail_requests(self) -> None:
         """Ends every request that waits for the rendezvous store: the generation is over."""
         for future in list(self._requests.values()):
-            if not future.done():
+            with suppress(InvalidStateError):  # the answer has come, perhaps at the same time
                 future.set_result(None)
 
     def _listen(self) -> None:
+        """Handles what the agent sends. Ends the process when the agent is gone, or sends what cannot be handled."""
+        try:
+            self._handle_all()
+        except BaseException:  # of any kind: a rank that hears no order any more must not train on
+            traceback.print_exc()
+            print("keepstep: this worker cannot handle what its agent sends, so it ends", file=sys.stderr, flush=True)
+        else:
+            print("keepstep: the agent of this worker is gone, so the worker ends", file=sys.stderr, flush=True)
+        os._exit(EXIT_ORPHANED)
+
+    def _handle_all(self) -> None:
         while data := self._receive():
             for message in self._decoder.feed(data):
                 if isinstance(message, StoreAnswered):
@@ -159,8 +171,6 @@ class Link:
                     continue
                 assert self._on_order is not None
                 self._on_order(message)  # type: ignore[arg-type]  # the agent sends orders only
-        print("keepstep: the agent of this worker is gone, so the worker ends", file=sys.stderr, flush=True)
-        os._exit(EXIT_ORPHANED)
 
     def _answered(self, answer: StoreAnswered) -> None:
         future, of_the_job = self._requests.get(answer.request), self._store_requests.get(answer.request)

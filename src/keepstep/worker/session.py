@@ -29,10 +29,11 @@ from keepstep.weights.memory.mapping.mapped import Mapped
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkAlone
 from keepstep.worker.backends.by_device import nccl_version
-from keepstep.worker.backends.communicator import LOOPBACK
+from keepstep.worker.backends.communicator import LOOPBACK, Communicator
 from keepstep.worker.backends.own_device import refuse_sharing
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.exchange import StartUpExchange
+from keepstep.worker.groups.objects import check_variables
 from keepstep.worker.groups.registry import WORLD, GroupRegistry
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.jobstore.default import DefaultStore
@@ -81,7 +82,8 @@ def init(*, seed: int = 0, rng: bool = True) -> Session:
         the session; a second call returns the same one.
 
     Raises:
-        ConfigurationError: a process group exists already, or another launcher started this process.
+        ConfigurationError: a process group exists already, another launcher started this process, or torch is
+            another one than those that keepstep was tested with.
     """
     global _session
     if _session is None:
@@ -89,6 +91,7 @@ def init(*, seed: int = 0, rng: bool = True) -> Session:
             raise ConfigurationError(
                 "torch.distributed is initialised already: call keepstep.init() instead of init_process_group()"
             )
+        check_variables()
         _session = Session(config.worker_config(), seed, rng)
         if rng:
             seed_start_up(seed)
@@ -114,6 +117,8 @@ class Session(Loops):
         self._draws_as: int | None = None
         """The rank whose random numbers this rank draws; None for its own."""
         self._data_ranks: Sequence[int] | None = None
+        self._copied_over: Communicator | None = None
+        """What carries the second copy that is being made, or was made last."""
         self._declared = DeclaredState(
             lambda: self._coordination.machine.rank, lambda: self._coordination.machine.used_echo
         )
@@ -365,13 +370,14 @@ class Session(Loops):
     def _background(self) -> Carrier | None:
         """Carries tensors beside the training thread, in the current generation; None while the world group is down."""
         assert self._coordination.groups is not None
-        inner = self._coordination.groups.world.inner
-        return None if inner is None else inner.background
+        self._copied_over = self._coordination.groups.world.inner
+        return None if self._copied_over is None else self._copied_over.background
 
     def _second_copy_failed(self, error: Exception) -> None:
-        """Reports a failed second copy as a lost peer, unless the group is down already. Runs in the copy's thread."""
+        """Reports a failed second copy as a lost peer, unless its connections are down, or were replaced, already. Runs
+        in the copy's thread."""
         groups = self._coordination.groups
-        if groups is not None and groups.world.inner is not None:
+        if groups is not None and groups.world.inner is not None and groups.world.inner is self._copied_over:
             self._coordination.failed(WORLD, error)
 
     def _checkpoints(self, directory: str | os.PathLike[str] | None, every: int) -> Checkpoints | None:

@@ -271,6 +271,17 @@ def broadcast_object_list(rank: int, size: int) -> Any:
 
 
 @collective
+def recv_object_list(rank: int, size: int) -> Any:
+    objects: list[Any] = [rank, "y" * (rank + 1)]
+    if rank == 0:
+        for peer in range(1, size):
+            dist.send_object_list(objects, peer)
+    else:
+        dist.recv_object_list(objects, 0)
+    return objects
+
+
+@collective
 def scatter_object_list(rank: int, size: int) -> Any:
     output: list[Any] = [None]
     dist.scatter_object_list(output, [("for", peer) for peer in range(size)] if rank == 0 else None, src=0)

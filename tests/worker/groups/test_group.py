@@ -20,7 +20,7 @@ from keepstep.errors import PeerLost
 from keepstep.worker.groups.group import SurvivingGroup
 from keepstep.worker.groups.registry import GroupRegistry
 
-OBJECTS = ("broadcast_object_list", "scatter_object_list")
+OBJECTS = ("broadcast_object_list", "scatter_object_list", "recv_object_list")
 """In echo there is no object to be received, and what a receiver has allocated must not be unpickled."""
 
 
@@ -235,7 +235,32 @@ def test_an_object_that_cannot_come_in_echo_is_a_clear_error_on_who_receives(nam
     sender, *receivers = [values[name] for values in run_ranks(3, alone, [name])]
     assert not isinstance(sender, str)
     for value in receivers:
-        assert value == f"PeerLost: {name} on group world: a failure cut the group off, and nothing was received"
+        assert value == f"PeerLost: {name} on group world: a failure cut the group off before all was received"
+
+
+def cut_between_two(rank: int, size: int, path: Path, gather: bool) -> tuple[Any, int]:
+    """The group is taken down when the sizes of the objects are known and their bytes are not."""
+    watcher = Watcher()
+    registry, _world = join(path, rank, size, watcher)
+    resize = torch.Tensor.resize_
+
+    def resize_after_failure(tensor: torch.Tensor, *sizes: int) -> torch.Tensor:
+        registry.take_down()  # torch makes room for the longest object
+        return resize(tensor, *sizes)
+
+    torch.Tensor.resize_ = resize_after_failure  # type: ignore[assignment]  # this process ends with the test
+    own_object, found = "x" * (10 + 100 * (rank == 1)), [None] * size
+    if gather:
+        dist.gather_object(own_object, found if rank == 0 else None, dst=0)
+    else:
+        dist.all_gather_object(found, own_object)
+    return [each == own_object for each in found], watcher.num_echoed
+
+
+def test_objects_that_are_cut_off_after_their_sizes_are_this_ranks_own(tmp_path: Path) -> None:
+    (tmp_path / "gather").mkdir()
+    assert run_ranks(3, cut_between_two, tmp_path, False) == [([True] * 3, 1)] * 3
+    assert run_ranks(3, cut_between_two, tmp_path / "gather", True) == [([rank == 0] * 3, 1) for rank in range(3)]
 
 
 def test_echo_is_as_if_every_peer_held_the_same(lives: Lives) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.worker.ranks import Watcher, join, run_ranks
+from torch import distributed as dist
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -307,8 +308,8 @@ class Follower(Watcher):
     def echoed(self, group: str) -> None:
         self.values.announce()
 
-    def missing(self, group: str, received: Any) -> None:
-        self.values.adopt(received)
+    def missing(self, group: str, received: Any, *, is_decided: bool = False) -> None:
+        self.values.adopt(received, is_decided=is_decided)
 
 
 def decided_by_a_dtensor(rank: int, size: int, path: Path, is_first: bool) -> str | None:
@@ -340,6 +341,28 @@ def test_a_collective_of_a_dtensor(is_first: bool, tmp_path: Path) -> None:
     for harm in run_ranks(2, decided_by_a_dtensor, tmp_path, is_first):
         assert harm is not None
         assert harm.startswith("what the script has decided by it, at ")
+
+
+def gathered_objects(rank: int, size: int, path: Path, name: str) -> str | None:
+    values = MissingValues()
+    registry, _world = join(path, rank, size, Follower(values))
+    registry.take_down()
+    registry.drain()
+    found: list[Any] = [None] * size
+    if name == "all_gather_object":
+        dist.all_gather_object(found, {"rank": rank})
+    else:
+        dist.gather_object({"rank": rank}, found if rank == 1 else None, dst=1)
+    return values.conclude(lambda: None)
+
+
+def test_objects_that_a_failure_cut_off_are_a_decision_of_who_gets_them(tmp_path: Path) -> None:
+    """They cannot be tracked. The sizes, which torch's own code reads, are none of the script's."""
+    for name, receivers in (("all_gather_object", {0, 1}), ("gather_object", {1})):
+        (tmp_path / name).mkdir()
+        for rank, harm in enumerate(run_ranks(2, gathered_objects, tmp_path / name, name)):
+            assert (harm is not None) == (rank in receivers)
+            assert harm is None or harm.startswith("what the script has decided by it")
 
 
 def test_whatever_a_script_calculates_stays_missing(seed: int) -> None:

@@ -326,7 +326,13 @@ class SurvivingGroup(dist.ProcessGroup):
             self._observer.echoed(self.keepstep_name)
             if fill is not None:
                 fill()
-            return lambda: self._observer.missing(self.keepstep_name, [] if is_read else outputs)
+            return tell_of_it
+
+        def tell_of_it() -> None:
+            gets_objects = objects.gather_own()
+            received = [] if is_read or gets_objects is not None else outputs
+            self._observer.missing(self.keepstep_name, received, is_decided=bool(gets_objects))
+            objects.refuse_unpickling(self.keepstep_name, "a failure cut the group off before all was received")
 
         def on_error(error: Exception) -> Callable[[], None] | None:
             if inner.is_up and not communicators.is_of_a_failure(inner, error):
@@ -347,7 +353,6 @@ class SurvivingGroup(dist.ProcessGroup):
             if inner.cause_of(error) is FailureCause.CALL or (tell := on_error(error)) is None:
                 raise
             tell()
-        objects.refuse_unpickling(self.keepstep_name, "a failure cut the group off, and nothing was received")
         return EchoedWork(outputs, self._rank, self._size)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:

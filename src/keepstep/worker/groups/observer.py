@@ -22,5 +22,8 @@ class GroupObserver(OperationObserver, Protocol):
     def echoed(self, group: str) -> None:
         """Reports that a collective was answered by echo."""
 
-    def missing(self, group: str, received: Outputs) -> None:
-        """Reports tensors that an echoed collective has not written. Called in the thread that is about to get them."""
+    def missing(self, group: str, received: Outputs, *, is_decided: bool = False) -> None:
+        """Reports tensors that an echoed collective has not written. Called in the thread that is about to get them.
+
+        ``is_decided``: the script gets objects instead, which cannot be tracked.
+        """

@@ -201,7 +201,8 @@ class Checkpoints:
             elif share.rank == 0 and not self._is_ending:  # not ending: all ranks have agreed that none is writing
                 self._remove_drafts(kept=draft.name)  # other ranks may already write into this one
             content, tensors = describe(self._state, share)
-            copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            # In host memory: a GPU that trains has no room for its state a second time.
+            copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         except (OSError, RuntimeError) as error:  # torch's RuntimeError: no memory for the copy
             self._could_not_write(step, error)
             return

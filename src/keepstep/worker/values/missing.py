@@ -67,7 +67,7 @@ class MissingValues:
         """Reports that a collective was interrupted and its result is missing. Any thread; `adopt` must follow."""
         self._num_announced += 1
 
-    def adopt(self, received: Iterable[torch.Tensor], *, in_update: bool = False) -> None:
+    def adopt(self, received: Iterable[torch.Tensor], *, in_update: bool = False, is_decided: bool = False) -> None:
         """Marks the output tensors of an announced collective as missing, before the script gets them.
 
         It fills floating-point and complex tensors with NaN, so that a value that escapes the tracking is recognizable.
@@ -75,6 +75,7 @@ class MissingValues:
         Args:
             received: the output tensors of the collective.
             in_update: whether a protected optimizer's ``step()`` called the collective: the update is then incomplete.
+            is_decided: whether the script gets Python objects by it, which cannot be tracked.
         """
         if self._num_adopted == self._num_announced:
             return  # announced before the last `conclude`, which has counted it
@@ -83,6 +84,8 @@ class MissingValues:
             self._harmed("an update")
         if torch._C._current_graph_task_id() != -1:
             self._harmed("a backward")
+        if is_decided:
+            self.decided()
         if self._modes is None:
             self._protected_storages = {_identity(tensor) for tensor in self.protected()}
             self._modes = _Reads(self), _Flow(self)

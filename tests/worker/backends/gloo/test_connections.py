@@ -6,14 +6,19 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.worker.ranks import DEADLINE_S, meet, plain_gloo, run_ranks
-from torch._C._distributed_c10d import AllreduceOptions
+from tests.worker.ranks import DEADLINE_S, Watcher, file_store, meet, plain_gloo, run_ranks
+from torch._C._distributed_c10d import AllreduceOptions, ProcessGroupGloo
 
-from keepstep.worker.backends.gloo.connections import Connections
+from keepstep.protocol.waiting.operations import Operation
+from keepstep.worker.backends.gloo.communicator import GlooCommunicator
+from keepstep.worker.backends.gloo.connections import Connections, listening_since, socket_inodes
+from keepstep.worker.backends.own_traffic import is_raised
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -190,6 +195,24 @@ def test_what_another_thread_opens_meanwhile_to_elsewhere_is_left_alone() -> Non
         assert is_alive(pairs[0])
 
 
+def test_where_members_listen_tells_which_connections_are_gloos(server: socket.socket) -> None:
+    """Among those of the same address, which on several machines may lead anywhere."""
+    connections = Connections()
+    with ExitStack() as stack, listener() as other, connections.recording():
+        connections.restrict([server.getsockname()])
+        gloos, scripts = stack.enter_context(tcp_pair(server)), stack.enter_context(tcp_pair(other))
+        connections.cut()
+        assert [is_alive(gloos), is_alive(scripts)] == [False, True]
+        connections.close()
+
+
+def test_what_listens_since_a_moment(server: socket.socket) -> None:
+    before = socket_inodes()
+    with listener() as later, tcp_pair(server):
+        assert listening_since(before) == [later.getsockname()]
+    assert listening_since(before) == []
+
+
 # ---- real gloo, real processes --------------------------------------------------------------------------------------
 
 
@@ -225,3 +248,31 @@ def wait_for_a_stopped_peer(rank: int, size: int, path: Path) -> list[bool]:
 def test_a_cut_frees_who_waits_for_a_stopped_peer(size: int, tmp_path: Path) -> None:
     answers = run_ranks(size, wait_for_a_stopped_peer, tmp_path, silent=frozenset({size - 1}))
     assert answers == [[True, True, True]] * (size - 1) + [None]
+
+
+def opened_meanwhile(rank: int, size: int, path: Path) -> list[bool]:
+    """A thread of the script opens a connection between the same addresses while the group is being built."""
+    with ExitStack() as stack:
+        other, pairs = stack.enter_context(listener()), list[Pair]()
+        create = ProcessGroupGloo.create_device
+
+        def create_device(**settings: Any) -> Any:
+            pairs.append(stack.enter_context(tcp_pair(other)))
+            return create(**settings)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ProcessGroupGloo, "create_device", create_device)
+            group = GlooCommunicator("world", Watcher())
+            group.connect(file_store(path), rank, size, timedelta(seconds=DEADLINE_S), timedelta(seconds=DEADLINE_S))
+        tensor = torch.ones(3)
+        group.begin(
+            Operation.ALL_REDUCE, lambda inner: inner.allreduce([tensor], AllreduceOptions()), [], is_raised
+        ).wait()
+        num_cut = len(group._connections._sockets)
+        group.abort()
+        return [is_alive(pairs[0]), num_cut == size - 1, tensor.tolist() == [size] * 3]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_connections_of_the_script_outlive_a_group_that_was_built_meanwhile(size: int, tmp_path: Path) -> None:
+    assert run_ranks(size, opened_meanwhile, tmp_path) == [[True] * 3] * size

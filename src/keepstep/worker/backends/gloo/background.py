@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 MAX_IDLE = 16
-"""Maximum number of idle threads: more than a pipeline stage has messages in flight with its neighbours."""
+"""Number of idle threads that are kept: more than a pipeline stage has messages in flight with its neighbours."""
 
 Task = tuple[Callable[..., None], tuple[object, ...]]
 
@@ -29,8 +29,10 @@ def in_background(function: Callable[..., None], *arguments: object) -> None:
 
 
 def _serve(tasks: queue.SimpleQueue[Task]) -> None:
-    while len(_idle) < MAX_IDLE:
+    while True:
         function, arguments = tasks.get()
         function(*arguments)
         del function, arguments  # an idle thread keeps nothing alive
+        if len(_idle) >= MAX_IDLE:
+            return  # what stands in _idle has a thread
         _idle.append(tasks)

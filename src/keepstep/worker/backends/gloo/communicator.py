@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -32,7 +33,7 @@ from keepstep.worker.backends.communicator import (
 )
 from keepstep.worker.backends.gloo import errors
 from keepstep.worker.backends.gloo.background import in_background
-from keepstep.worker.backends.gloo.connections import Connections
+from keepstep.worker.backends.gloo.connections import Address, Connections, listening_since, socket_inodes
 from keepstep.worker.backends.gloo.scattering import ScatteringGloo, greatest_of_all
 from keepstep.worker.backends.gloo.threads import GlooThreads
 from keepstep.worker.backends.gloo.work import GlooWork
@@ -98,6 +99,7 @@ class GlooCommunicator(OwnTraffic):
         self._rank, self._size = rank, size
         with self._connections.recording(), self._threads.recording():
             communicator = self._built(store, connect_deadline)
+        self._threads.check()
         communicator._set_default_timeout(timeout)
         self._timeout = timeout
         self._communicator = communicator
@@ -109,7 +111,7 @@ class GlooCommunicator(OwnTraffic):
         times its timeout (``Pair::waitUntilConnected``), and there is no connection yet that could be cut.
         """
         return built(
-            lambda: _build(store, self._rank, self._size, self._host, connect_deadline),
+            lambda: _build(store, self._rank, self._size, self._host, connect_deadline, self._connections),
             in_background,
             (self._name, self._rank, self._size),
             connect_deadline,
@@ -282,11 +284,20 @@ class GlooCommunicator(OwnTraffic):
         self._in_flight.leave(work)
 
 
-def _build(store: Store, rank: int, size: int, host: str, connect_deadline: timedelta) -> TorchBackend:
-    """Builds a gloo group together with its other members."""
+def _build(
+    store: Store, rank: int, size: int, host: str, connect_deadline: timedelta, connections: Connections
+) -> TorchBackend:
+    """Builds a gloo group together with its other members, and tells which connections are its own."""
+    before = socket_inodes()
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = connect_deadline
+    keys = [f"listener {member}" for member in range(size)]
+    store.set(keys[rank], msgspec.json.encode(listening_since(before)))  # type: ignore[arg-type]  # torch's takes bytes
+    store.wait(keys, connect_deadline)
+    told = [msgspec.json.decode(store.get(key), type=list[Address]) for key in keys]
+    if all(told):  # else gloo has opened its port in another moment
+        connections.restrict(address for each in told for address in each)
     communicator: TorchBackend = cast(Any, ScatteringGloo(store, rank, size, options))
     return communicator
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from keepstep.worker.backends.communicator import LOOPBACK
 
 _building = threading.Lock()
+
+Address = tuple[str, int]
+"""Host and port of one end of a connection."""
 
 
 class Connections:
@@ -26,6 +29,8 @@ class Connections:
         """
         self._host = host
         self._sockets: list[socket.socket] = []
+        self._listeners: frozenset[Address] | None = None
+        """Where gloo listens on each member, once that is known."""
         self._before: set[str] | None = None
         self._lock = threading.Lock()
         self._is_cut = False
@@ -35,7 +40,7 @@ class Connections:
         """Records every connection that the block opens. Only one such block runs at a time in a process."""
         with _building:
             with self._lock:
-                self._before = set(_socket_inodes())
+                self._before = set(socket_inodes())
             try:
                 yield
             finally:
@@ -44,6 +49,14 @@ class Connections:
                     self._before = None
                     if self._is_cut:
                         self._shut_down()
+
+    def restrict(self, listeners: Iterable[Address]) -> None:
+        """Leaves alone all connections of which neither end is one of these: threads of the script may open some.
+
+        Args:
+            listeners: where gloo listens on all members.
+        """
+        self._listeners = frozenset(listeners)
 
     def cut(self) -> None:
         """Shuts down all connections, even of a group that is just being built. Listening sockets stay open."""
@@ -63,11 +76,34 @@ class Connections:
     def _collect(self) -> None:
         assert self._before is not None
         known = {os.fstat(connection.fileno()).st_ino for connection in self._sockets}
-        for inode, descriptor in _socket_inodes().items():
+        for inode, descriptor in socket_inodes().items():
             if inode in self._before or int(inode) in known:
                 continue
-            if (connection := _own_copy(descriptor, self._host)) is not None:
+            if (connection := self._own_copy(descriptor)) is not None:
                 self._sockets.append(connection)
+
+    def _own_copy(self, descriptor: int) -> socket.socket | None:
+        """Returns a duplicate of a connection of gloo's; None for any other descriptor."""
+        connection = _copy(descriptor)
+        if connection is None or self._is_of_gloo(connection):
+            return connection
+        connection.close()
+        return None
+
+    def _is_of_gloo(self, connection: socket.socket) -> bool:
+        """Whether a connection is gloo's: one end is where a member listens.
+
+        Before that is known it can be gloo's if it begins at gloo's address and, on a single node, also ends there.
+        """
+        if not _is_tcp(connection):
+            return False
+        try:
+            own, peer = connection.getsockname()[:2], connection.getpeername()[:2]
+        except OSError:
+            return False  # not connected: a listening socket, or a connection that has ended
+        if self._listeners is not None:
+            return own in self._listeners or peer in self._listeners
+        return own[0] == self._host and (peer[0] == self._host or self._host != LOOPBACK)
 
     def _shut_down(self) -> None:
         for connection in self._sockets:
@@ -77,7 +113,18 @@ class Connections:
                 continue  # the peer has closed it already
 
 
-def _socket_inodes() -> dict[str, int]:
+def listening_since(before: Iterable[str]) -> list[Address]:
+    """The addresses at which this process listens, and did not when it had only the sockets with these inodes."""
+    found = []
+    for inode, descriptor in socket_inodes().items():
+        if inode not in before and (opened := _copy(descriptor)) is not None:
+            with opened:
+                if _is_tcp(opened) and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.append(opened.getsockname()[:2])
+    return found
+
+
+def socket_inodes() -> dict[str, int]:
     """Inode -> descriptor of every socket of this process."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
@@ -90,27 +137,13 @@ def _socket_inodes() -> dict[str, int]:
     return found
 
 
-def _own_copy(descriptor: int, host: str) -> socket.socket | None:
-    """Returns a duplicate of a connection of gloo's, or None for any other descriptor.
-
-    The duplicate stays valid when the number is reused.
-    """
+def _copy(descriptor: int) -> socket.socket | None:
+    """A duplicate of a socket, which stays valid when the number is reused; None for any other descriptor."""
     try:
-        connection = socket.socket(fileno=os.dup(descriptor))
+        return socket.socket(fileno=os.dup(descriptor))
     except OSError:
         return None
-    if not _is_of_gloo(connection, host):
-        connection.close()
-        return None
-    return connection
 
 
-def _is_of_gloo(connection: socket.socket, host: str) -> bool:
-    """Whether a connection can be gloo's: it begins at gloo's address and, on a single node, also ends there."""
-    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
-        return False
-    try:
-        own, peer = connection.getsockname()[0], connection.getpeername()[0]
-    except OSError:
-        return False  # not connected: a listening socket, or a connection that has ended
-    return own == host and (peer == host or host != LOOPBACK)
+def _is_tcp(opened: socket.socket) -> bool:
+    return opened.family in (socket.AF_INET, socket.AF_INET6) and opened.type == socket.SOCK_STREAM
