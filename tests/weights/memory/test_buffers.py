@@ -16,7 +16,7 @@ from tests.weights.channels.descriptors import given_back
 from tests.worker.ranks import run_ranks
 
 from keepstep.errors import BufferUnavailable, RemoteProtocolError
-from keepstep.weights.memory.buffers import MAX_SLOTS, SlotBuffer
+from keepstep.weights.memory.buffers import MAX_SLOTS, SlotBuffer, SlotPart
 
 NUM_SLOTS, SLOT_BYTES = 3, 5000
 SIZE = NUM_SLOTS * SLOT_BYTES
@@ -254,4 +254,25 @@ def test_closing_gives_descriptors_and_memory_back() -> None:
         for each in (buffer, reader):
             each.close()
             each.close()
+    assert num_mappings() == before
+
+
+def test_memory_that_is_in_use_outlives_its_buffer() -> None:
+    """A link sends a part, or a thread copies from a view, while another thread closes the buffer."""
+    before = num_mappings()
+    with given_back():
+        buffer = SlotBuffer.create(NUM_SLOTS, SLOT_BYTES)
+        buffer.view(1).fill_(7)
+        part, view = SlotPart(buffer, 1, 4), buffer.view(1)[:2]
+        content = part.content
+        buffer.close()
+        assert (bytes(content), view.tolist()) == (b"\7" * 4, [7, 7])
+        ctypes.memset(part.address, 8, 4)
+        assert bytes(part.content) == b"\10" * 4
+        for use in (lambda: buffer.view(1), lambda: buffer.fill(1, torch.zeros(1), 1), lambda: SlotPart(buffer, 1, 4)):
+            with pytest.raises(ValueError, match="closed"):
+                use()
+        del part, content
+        assert num_mappings() == before + 1
+        del view
     assert num_mappings() == before

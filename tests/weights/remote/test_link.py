@@ -97,6 +97,28 @@ def test_buckets_that_nobody_wants_are_dropped() -> None:
     assert receiver.came == [(1, 5, bytes(8))]
 
 
+def test_a_bucket_that_nobody_wants_takes_no_memory_however_large_it_is_said_to_be() -> None:
+    with receiving(2, list.reverse) as (receiver, (_control, *streams)):
+        receiver.wants_buckets = False
+        for stripe, stream in enumerate(streams):
+            stream.sendall(bytes([stripe]) + BUCKET_HEADER.pack(0, 1, 5, 1 << 62) + bytes(1 << 20))
+        streams[0].close()
+        receiver.link.join()
+    (reason,) = receiver.reasons
+    assert reason.startswith("has closed the connection")
+
+
+def test_an_unforeseen_error_in_a_thread_ends_the_link_with_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
+    """Signs of life come from another thread, so the peer would wait."""
+    with receiving(1, list.reverse) as (receiver, (_control, stream)):
+        receiver.slot.buffer.close()  # what it brings a bucket into
+        stream.sendall(bytes([0]) + BUCKET_HEADER.pack(0, 1, 0, 8) + b"abcdefgh")
+        receiver.link.join()
+    (reason,) = receiver.reasons
+    assert reason == "was left because of an error: ValueError: the buffer is closed"
+    assert "Traceback" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("fails", [0, 1, 2])
 def test_the_slot_is_given_back_when_no_stream_writes_into_it(fails: int) -> None:
     """One of three streams ends in the middle of its stripe. What the others bring later is written nowhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import threading
 from collections import Counter
@@ -36,13 +37,15 @@ from keepstep.errors import (
     SubscriberLost,
     TokenRefused,
 )
+from keepstep.protocol.transfer.messages import SubscriberCalled
 from keepstep.trust.tokens import Secret
 from keepstep.weights.channels.connection import Connection
 from keepstep.weights.memory.blocks import Block
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.remote import feeder, switch
+from keepstep.weights.remote.handshake import Joining, call, open_streams
 from keepstep.weights.remote.link import NodeLink
-from keepstep.weights.remote.messages import TunnelsTold
+from keepstep.weights.remote.messages import TunnelOpened, TunnelsTold
 from keepstep.weights.remote.node import Links, WeightReceiver, WeightServer
 from keepstep.weights.remote.stream import split_address
 
@@ -226,7 +229,7 @@ def test_a_consumer_that_stands_is_left_out_within_the_deadline(tmp_path: Path) 
             source.wait_for_consumers(2, PATIENCE_S)
             (failure,) = source.publish(1).failures
             assert isinstance(failure, SubscriberLost)
-            assert str(failure).startswith("n2/slow: has shown nothing for 1")
+            assert str(failure).startswith("n1/n2/slow: has shown nothing for 1")
             assert other.version == 1
             gate.set()
             slow.close()
@@ -325,15 +328,34 @@ def test_a_token_of_another_job(tmp_path: Path) -> None:
         wait_for(lambda: any("has no token of this job" in note for note in made.notes))
 
 
-def test_more_callers_than_a_node_greets_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They say nothing; one too many is hung up on, and when they have gone a node comes in."""
-    monkeypatch.setattr(feeder, "MAX_GREETINGS", 3)  # as many connections as a node opens for its link
+def test_callers_that_say_nothing_keep_no_node_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one too many, the one that came first is hung up on."""
+    monkeypatch.setattr(feeder, "MAX_GREETINGS", 3)
     with nodes(tmp_path) as made:
         where = split_address(made.server.address)
         with contextlib.ExitStack() as stack:
             callers = [stack.enter_context(socket.create_connection(where, PATIENCE_S)) for _ in range(4)]
-            assert callers[3].recv(1) == b""
-        made.receive("n1")
+            assert callers[0].recv(1) == b""
+            made.receive("n1")
+
+
+def test_a_node_cannot_take_the_name_of_anothers_consumer(tmp_path: Path) -> None:
+    """With its own token; the former consumer of that name would have to leave."""
+    held, token, joining = weights(), credentials("n2"), Joining(1)
+    with nodes(tmp_path) as made, publisher(tmp_path, held) as source:
+        made.receive("n1", feeds=False)
+        with consumer(tmp_path / "n1", zeros(held), "a") as known:
+            source.wait_for_consumers(1, PATIENCE_S)
+            stream, accepted = call(made.server.address, token, joining, None)
+            joined = dataclasses.replace(joining, session=accepted.session)
+            link = NodeLink(stream, open_streams(made.server.address, token, joined, None, stream), PATIENCE_S)
+            link.start(lambda message: None, lambda reason: None, lambda *_: None)
+            link.send(TunnelOpened(1, SubscriberCalled("n1/a", None, 0, None, False, None)))
+            source.wait_for_consumers(2, PATIENCE_S)
+            assert sorted(source.consumers) == ["n1/a", "n2/n1/a"]
+            assert known.is_attached
+            link.close("is over")
+            link.join()
 
 
 def test_tls_on_one_side_only(tmp_path: Path) -> None:

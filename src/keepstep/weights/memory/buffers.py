@@ -17,7 +17,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -121,13 +121,21 @@ class SlotBuffer:
         return self.num_slots * self.slot_bytes
 
     def address(self, slot: int) -> int:
-        """The address of a slot in this process."""
+        """The address of a slot in this process. Raises ValueError if the buffer is closed."""
+        if self._map.closed:
+            raise ValueError("the buffer is closed")
         return self._address + slot * self.slot_bytes
 
     def view(self, slot: int) -> torch.Tensor:
-        """A slot as a tensor, uint8 [slot_bytes]. Valid until `close`; in a reader a write to it ends the process."""
+        """A slot as a tensor, uint8 [slot_bytes]. It keeps the memory, also after `close`. In a reader a write to it
+        ends the process.
+
+        Raises:
+            ValueError: the buffer is closed.
+        """
         if slot not in self._views:
             memory = (ctypes.c_uint8 * self.slot_bytes).from_address(self.address(slot))
+            memory.mapping = memoryview(self._map)  # type: ignore[attr-defined]  # while it exists nothing is unmapped
             self._views[slot] = torch.frombuffer(memory, dtype=torch.uint8)
         return self._views[slot]
 
@@ -140,16 +148,25 @@ class SlotBuffer:
         return BufferPlace(self.num_slots, self.slot_bytes, None), [self.descriptor]
 
     def close(self) -> None:
-        """Gives the memory back. No view may be used any more. Any number of times."""
+        """Gives the memory back, when the last view of it is gone. Any number of times."""
         self._close()
         self.descriptor = -1
-        with suppress(BufferError):  # another object still holds the memory; it goes with the last of them
+        self._views.clear()
+        try:
             self._map.close()
+        except BufferError:  # a view or a part is in use; it goes with the last of them
+            self._map = _closed_map()
+
+
+def _closed_map() -> mmap.mmap:
+    closed = mmap.mmap(-1, 1)
+    closed.close()
+    return closed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotPart:
-    """The first bytes of a slot. It holds a reference to the buffer, which keeps the memory alive.
+    """The first bytes of a slot. It keeps the memory, also after the buffer was closed.
 
     Attributes:
         buffer: the buffer.
@@ -160,16 +177,20 @@ class SlotPart:
     buffer: SlotBuffer
     slot: int
     num_bytes: int
+    _memory: torch.Tensor = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_memory", self.buffer.view(self.slot))
 
     @property
     def address(self) -> int:
         """The address of the first byte in this process."""
-        return self.buffer.address(self.slot)
+        return self._memory.data_ptr()
 
     @property
     def content(self) -> memoryview:
-        """A view of the bytes; writing to it writes the slot. Valid until the buffer is closed."""
-        return self.buffer.view(self.slot).numpy().data[: self.num_bytes]
+        """A view of the bytes; writing to it writes the slot."""
+        return self._memory.numpy().data[: self.num_bytes]
 
 
 Fill = Callable[[SlotPart | None], None]

@@ -43,16 +43,15 @@ class _Consumer:
 class LocalConsumers:
     """The local consumers, as the lower ends of their tunnels. See `keepstep.weights.remote.switch.Below`."""
 
-    def __init__(self, folder: Path, node: str, switch: Switch) -> None:
+    def __init__(self, folder: Path, switch: Switch) -> None:
         """Args:
         folder: folder in which this node's consumers connect. It is created with access for this user only, if missing.
-        node: name of this node, the prefix of the consumers' names.
         switch: the switch of this node.
 
         Raises:
             ConfigurationError: the folder cannot be used.
         """
-        self._node, self._switch = node, switch
+        self._switch = switch
         self._lock = threading.Lock()
         self._consumers: dict[int, _Consumer] = {}
         self._numbers = itertools.count(1)
@@ -109,11 +108,10 @@ class LocalConsumers:
             return
         connection.who = message.name
         consumer = _Consumer(connection)
-        introduction = msgspec.structs.replace(message, name=f"{self._node}/{message.name}")
         key = next(self._numbers)
         with self._lock:
             self._consumers[key] = consumer
-        consumer.tunnel = self._switch.open(self, key, introduction, is_local=True)
+        consumer.tunnel = self._switch.open(self, key, message, is_local=True)
         self._changed.set()
 
     def _attend(self) -> None:

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from keepstep.errors import ConfigurationError, KeepstepError, PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import AnyTransferMessage, BucketUnchanged, Notice, SaidTo, UpdateBeganFor
 from keepstep.trust.tokens import Secret
@@ -24,7 +26,8 @@ from keepstep.weights.remote.switch import BucketInSlot, Switch
 SESSION_BYTES = 16
 BACKLOG = 128
 MAX_GREETINGS = 128
-"""Limit for concurrent callers that have not authenticated yet. Connections beyond it are closed."""
+"""Limit for concurrent callers that have not authenticated yet. For one more, the one that came first is closed: who
+says nothing keeps nobody out, and who has a token needs some milliseconds."""
 
 
 class LinkEnd(Protocol):
@@ -44,7 +47,11 @@ class LinkEnd(Protocol):
 
 
 class FedTunnels:
-    """The tunnels of one node that this one feeds. See `keepstep.weights.remote.switch.Below`."""
+    """The tunnels of one node that this one feeds. See `keepstep.weights.remote.switch.Below`.
+
+    A consumer's name begins with that of the node that its tunnel comes from, as authenticated: a node can use no name
+    that is another one's. Behind a relay it is the whole path, such as ``relay/engine-1/a``.
+    """
 
     def __init__(self, link: NodeLink, name: str, switch: Switch) -> None:
         self._link, self._name, self._switch = link, name, switch
@@ -59,7 +66,8 @@ class FedTunnels:
         """
         match message:
             case msg.TunnelOpened(tunnel, introduction):
-                number = self._switch.open(self, tunnel, introduction, is_local=False)
+                named = msgspec.structs.replace(introduction, name=f"{self._name}/{introduction.name}")
+                number = self._switch.open(self, tunnel, named, is_local=False)
                 with self._lock:
                     self._numbers[tunnel] = number
             case msg.TunnelSaid(tunnel, said):
@@ -169,7 +177,8 @@ class Feeder:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._sessions: dict[bytes, _Session] = {}
-        self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
+        self._greetings: dict[socket.socket, None] = {}
+        """Callers that have not authenticated yet, in the order in which they came."""
         host, port = split_address(address)
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -207,9 +216,13 @@ class Feeder:
                 sock, address = self._socket.accept()
             except OSError:
                 return
-            if not self._greetings.acquire(blocking=False):
-                sock.close()
-                continue
+            with self._lock:
+                if len(self._greetings) >= MAX_GREETINGS:
+                    first = next(iter(self._greetings))
+                    del self._greetings[first]
+                    with contextlib.suppress(OSError):
+                        first.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                self._greetings[sock] = None
             arguments = (sock, f"{address[0]}:{address[1]}")
             threading.Thread(target=self._greet, args=arguments, name="keepstep-greet", daemon=True).start()
 
@@ -217,7 +230,8 @@ class Feeder:
         try:
             introduced = self._introduce(sock, caller)
         finally:
-            self._greetings.release()
+            with self._lock:
+                self._greetings.pop(sock, None)
         if introduced is not None:
             self._put_together(*introduced)
 

@@ -12,6 +12,7 @@ import functools
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 
 from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError
@@ -95,13 +96,17 @@ class NodeLink:
     # ---- for its stripes --------------------------------------------------------------------------------------------
 
     def run(self, name: str, work: Callable[[], None]) -> None:
-        """Runs ``work`` in a thread. If it raises, the link is lost."""
+        """Runs ``work`` in a thread. If it raises anything, the link is lost: the peer sees signs of life from another
+        thread, and would wait."""
 
         def guarded() -> None:
             try:
                 work()
             except (PeerLost, RemoteProtocolError, ConfigurationError) as error:
                 self._lose(what_of(error))
+            except Exception as error:  # whatever it is, the peer must not wait for this thread
+                traceback.print_exc()
+                self._lose(f"was left because of an error: {type(error).__name__}: {error}")
 
         thread = threading.Thread(target=guarded, name=name, daemon=True)
         self._threads.append(thread)
@@ -225,9 +230,17 @@ class _Stripes:
         for stream in self._streams:
             stream.close()
 
-    def _part(self, content: memoryview, stripe: int) -> memoryview:
-        num_bytes, num_stripes = len(content), len(self._streams)
-        return content[num_bytes * stripe // num_stripes : num_bytes * (stripe + 1) // num_stripes]
+    def _bounds(self, num_bytes: int, stripe: int) -> tuple[int, int]:
+        num_stripes = len(self._streams)
+        return num_bytes * stripe // num_stripes, num_bytes * (stripe + 1) // num_stripes
+
+    def _receive_part(self, stream: ByteStream, content: memoryview | None, num_bytes: int, stripe: int) -> None:
+        """Receives a stripe of a bucket; without ``content`` it is dropped, however large the peer says it is."""
+        begin, end = self._bounds(num_bytes, stripe)
+        if content is None:
+            stream.drop(end - begin)
+        else:
+            stream.receive_into(content[begin:end])
 
     # ---- threads ----------------------------------------------------------------------------------------------------
 
@@ -238,7 +251,8 @@ class _Stripes:
             try:
                 content = bucket.part.content
                 header = BUCKET_HEADER.pack(outgoing.num_messages, bucket.update, bucket.bucket, len(content))
-                stream.send([header, self._part(content, stripe)])
+                begin, end = self._bounds(len(content), stripe)
+                stream.send([header, content[begin:end]])
             finally:
                 outgoing.left()
         raise ConnectionEnded(stream.who, "was left")
@@ -264,10 +278,9 @@ class _Stripes:
     def _fill(self, stream: ByteStream, header: Header, part: SlotPart | None) -> None:
         """Receives a bucket; one that no consumer wants any more is read and dropped."""
         began_s, num_bytes = time.monotonic(), header[-1]
-        content = memoryview(bytearray(num_bytes)) if part is None else part.content
-        self._incoming.begin(header, content)
+        self._incoming.begin(header, None if part is None else part.content)
         try:
-            stream.receive_into(self._part(content, 0))
+            self._receive_part(stream, None if part is None else part.content, num_bytes, 0)
         except BaseException:  # the threads of the other streams must stop writing
             self.end()
             raise
@@ -283,7 +296,8 @@ class _Stripes:
             header = _receive_header(stream)
             is_complete = False
             try:
-                stream.receive_into(self._part(self._incoming.wait_for_next(stripe, header, stream.who), stripe))
+                content = self._incoming.wait_for_next(stripe, header, stream.who)
+                self._receive_part(stream, content, header[-1], stripe)
                 is_complete = True
             finally:
                 self._incoming.written(stripe, is_complete)
@@ -320,7 +334,8 @@ class _IncomingBucket:
         self._written: set[int] = set()
         """Stripes that are being written into the bucket."""
         self._header: Header = ()
-        self._content = memoryview(b"")
+        self._content: memoryview | None = None
+        """Where the bucket goes; None: it is dropped."""
         self._has_ended = False
 
     def claim(self, stripe: int) -> None:
@@ -334,8 +349,8 @@ class _IncomingBucket:
                 raise RemoteProtocolError(f"began a stream with stripe {stripe} of {self._num_stripes}")
             self._claimed.add(stripe)
 
-    def begin(self, header: Header, content: memoryview) -> None:
-        """Begins a bucket. Its bytes are written to ``content``."""
+    def begin(self, header: Header, content: memoryview | None) -> None:
+        """Begins a bucket. Its bytes are written to ``content``; None: they are dropped."""
         with self._changed:
             self._num_begun += 1
             self._header, self._content = header, content
@@ -345,11 +360,13 @@ class _IncomingBucket:
         """Waits until no other thread writes into the bucket. Returns whether all other stripes are complete."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unfilled() or (self._has_ended and not self._written))
-            self._content = memoryview(b"")
+            self._content = None
             return not self._unfilled()
 
-    def wait_for_next(self, stripe: int, header: Header, who: str) -> memoryview:
+    def wait_for_next(self, stripe: int, header: Header, who: str) -> memoryview | None:
         """Waits until stripe 0 has begun the bucket that comes next on this stripe. Returns the bucket's memory.
+
+        None: it is dropped.
 
         Raises:
             ConnectionEnded: the link is lost.

@@ -290,7 +290,7 @@ class WeightReceiver:
         if listen is not None and secret is not None:
             tls = tls_of_feeder(secret) if links.is_encrypted else None
             self._feeder = Feeder(listen, secret, tls, self.switch, links.deadline_s, note=note)
-        self._consumers = LocalConsumers(folder, credentials.name, self.switch)
+        self._consumers = LocalConsumers(folder, self.switch)
         self._stop = threading.Event()
         self._ended = threading.Event()
         """Set when the link to the feeder is lost, or `close` was called."""

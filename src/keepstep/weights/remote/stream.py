@@ -17,6 +17,8 @@ from keepstep.weights.remote.messages import LENGTH, MAX_MESSAGE_BYTES, AnyLinkM
 CONNECT_S = 5.0
 """Timeout for opening a connection and authenticating both ends."""
 NEVER_S = float("inf")
+CHUNK_BYTES = 1 << 20
+"""Bytes for which memory is allocated before they have come."""
 
 
 class ByteStream:
@@ -53,8 +55,11 @@ class ByteStream:
         (length,) = LENGTH.unpack(head)
         if length > max_bytes:
             raise RemoteProtocolError(f"{self.who} sent a message of {length} bytes: at most {max_bytes} are allowed")
-        body = bytearray(length)
-        self.receive_into(memoryview(body), until_s)
+        body = bytearray()
+        while len(body) < length:  # memory for what has come, not for what a peer says will come
+            chunk = bytearray(min(length - len(body), CHUNK_BYTES))
+            self.receive_into(memoryview(chunk), until_s)
+            body += chunk
         return decode(body)
 
     def send(self, parts: Sequence[bytes | memoryview], until_s: float = NEVER_S) -> None:
@@ -97,6 +102,14 @@ class ByteStream:
             if not num_bytes:
                 raise ConnectionEnded(self.who, "has closed the connection")
             view = view[num_bytes:]
+
+    def drop(self, num_bytes: int, until_s: float = NEVER_S) -> None:
+        """Receives bytes that nobody wants. Raises as `receive_into`."""
+        scratch = memoryview(bytearray(min(num_bytes, CHUNK_BYTES)))
+        while num_bytes:
+            part = scratch[: min(num_bytes, CHUNK_BYTES)]
+            self.receive_into(part, until_s)
+            num_bytes -= len(part)
 
     def hang_up(self) -> None:
         """Shuts the connection down. All threads that wait on it, at both ends, return. Any thread may call it."""

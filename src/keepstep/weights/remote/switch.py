@@ -295,14 +295,11 @@ class Switch:
             PeerLost: from ``fill``, or because no slot became free in time.
         """
         claim = object()
-        slot = self._claim(update, bucket, num_bytes, claim)
-        if slot is None:
+        claimed = self._claim(update, bucket, num_bytes, claim)
+        if claimed is None:
             fill(None)
             return
-        with self._changed:
-            assert self._buffer is not None
-            part = SlotPart(self._buffer, slot, num_bytes)
-            holders = self._holders[slot]
+        part, holders = claimed
         try:
             fill(part)
             with self._changed:
@@ -332,8 +329,11 @@ class Switch:
 
     # ---- slots ------------------------------------------------------------------------------------------------------
 
-    def _claim(self, update: int, bucket: int, num_bytes: int, claim: object) -> int | None:
-        """Waits for the slot of a bucket and claims it. None if no consumer wants the bucket."""
+    def _claim(self, update: int, bucket: int, num_bytes: int, claim: object) -> tuple[SlotPart, set[object]] | None:
+        """Waits for the slot of a bucket and claims it. Returns its memory and its holders.
+
+        None: no consumer wants the bucket. A buffer with slots of another size may take this one's place at any time.
+        """
         until_s = time.monotonic() + 2 * self._deadline_s
         with self._changed:
             while True:
@@ -345,7 +345,7 @@ class Switch:
                 slot = bucket % self._buffer.num_slots
                 if not self._holders[slot]:
                     self._holders[slot].add(claim)
-                    return slot
+                    return SlotPart(self._buffer, slot, num_bytes), self._holders[slot]
                 self._let_go_of_the_slow(self._holders[slot])
                 if self._holders[slot] and time.monotonic() >= until_s:
                     raise PeerLost(f"slot {slot} of this node was not freed")
