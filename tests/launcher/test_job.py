@@ -1,6 +1,8 @@
 """What a job leaves behind, and how one ends that cannot begin."""
 
+import contextlib
 import dataclasses
+import os
 from pathlib import Path
 
 import psutil
@@ -9,6 +11,7 @@ import pytest
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.flags import job_options, make_parser
 from keepstep.launcher.job import LOGS, JobOptions, check_memory, clear_up, run_job
+from keepstep.launcher.recording import make_folder
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +82,21 @@ def test_logs_follow_the_run_folder(tmp_path: Path) -> None:
     run_job(dataclasses.replace(job, agent=dataclasses.replace(job.agent, run_dir=tmp_path / "other")))
     (log,) = (tmp_path / "other" / LOGS).rglob("*.log")
     assert log.read_text() == "a word\n"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o755, 0o700])
+def test_a_run_folder_in_which_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(mode)
+    refused = pytest.raises(ConfigurationError, match="no other user may write")
+    with refused if mode & 0o022 else contextlib.nullcontext():
+        assert make_folder("--run-dir", folder, 0o700) == folder
+    assert make_folder("--log-dir", folder) == folder
+
+
+def test_a_run_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigurationError, match="must belong to this user"):
+        make_folder("--run-dir", tmp_path, 0o700)
+    assert make_folder("--run-dir", tmp_path / "below", 0o700).is_dir()

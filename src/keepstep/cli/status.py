@@ -8,8 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from keepstep.launcher import control
+from keepstep.protocol.messages import printable
 from keepstep.trace.record import runfolder
 from keepstep.trace.weights.publications import Publications, describe_publication, publication_text
 
@@ -35,15 +37,15 @@ def main(arguments: list[str]) -> int:
     for column in columns:
         table.add_column(column)
     for worker in status["workers"]:
-        table.add_row(*("-" if worker[column] is None else str(worker[column]) for column in columns))
+        table.add_row(*("-" if worker[column] is None else Text(printable(str(worker[column]))) for column in columns))
     console = Console()
     console.print(table)
     for place, why in status["quarantine"].items():
-        console.print(f"in quarantine: {place} {why}", highlight=False)
+        console.print(printable(f"in quarantine: {place} {why}"), highlight=False, markup=False)
     for place, why in status["closed_devices"].items():
-        console.print(f"closed: {place}: {why}", highlight=False)
+        console.print(printable(f"closed: {place}: {why}"), highlight=False, markup=False)
     for weights in status["weights"]:
         console.print(publication_text(weights), highlight=False, markup=False)
     if status["standstill"] is not None:
-        console.print(status["standstill"], highlight=False, markup=False)
+        console.print(printable(status["standstill"]), highlight=False, markup=False)
     return 0

@@ -26,6 +26,7 @@ from keepstep.protocol.messages import (
     StoreRequested,
 )
 from keepstep.protocol.recovery.transitions import Stage
+from keepstep.trace.targets import private
 from keepstep.transports.framing import FrameDecoder, frame
 
 PREFIX = "job_"
@@ -288,7 +289,7 @@ class JobStore:
         fresh = path.with_name(path.name + ".new")
         self._unwritten.clear()
         self.close()
-        self._file = fresh.open("wb")
+        self._file = os.fdopen(private(os.fspath(fresh), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
         self._file_bytes = sum(self._file.write(frame(message)) for message in messages)
         self._sync(self._file)
         fresh.replace(path)

@@ -31,7 +31,7 @@ class StartUpRecord:
         self._start_up = StartUp(_written(path))
         if path.exists():
             self._take_over(path)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, self._file)
 
     def _take_over(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class StartUpRecord:
         The former controller may be stopped, not dead. If it continues, it writes to its open file, which no controller
         reads any more.
         """
-        with replacing(path) as file:
+        with replacing(path, is_private=True) as file:
             file.writelines(frame(_of(name, value)) for name, value in self._start_up.values.items())
             file.flush()
             os.fsync(file.fileno())

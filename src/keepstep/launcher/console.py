@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.markup import escape
 
+from keepstep.protocol.messages import printable
 from keepstep.protocol.recovery import RecoveryMachine, Stage
 from keepstep.protocol.recovery.end.verdicts import NOT_PROTECTED
 from keepstep.protocol.recovery.records import RecoveryRecord
@@ -46,7 +47,7 @@ async def follow(job: RecoveryMachine, places: Places | None = None) -> None:
 
 def _print_news(console: Console, news: Iterator[str | None]) -> None:
     while (text := next(news)) is not None:
-        console.print(f"[yellow]keepstep:[/yellow] {escape(text)}")
+        console.print(f"[yellow]keepstep:[/yellow] {escape(printable(text))}")
 
 
 def _news(job: RecoveryMachine) -> Iterator[str | None]:

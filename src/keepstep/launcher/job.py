@@ -21,7 +21,7 @@ from keepstep.launcher import control
 from keepstep.launcher.recording import Outputs, record_run
 from keepstep.launcher.signals import EndSignals, end_signals, ended_by
 from keepstep.protocol.controller import ControllerMachine
-from keepstep.protocol.messages import EndJob
+from keepstep.protocol.messages import EndJob, printable
 from keepstep.protocol.recovery import EXIT_FAILED, RecoverySettings
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.recorder import Recorder
@@ -211,5 +211,5 @@ def announce(result: dict[str, Any], options: JobOptions) -> int:
     if options.agent.output.writes_files:
         print(f"keepstep: logs of the workers: {options.log_dir}", file=sys.stderr)
     if result["exit_code"] != 0 or not result["initialised"]:
-        print(f"keepstep: {result['reason']}", file=sys.stderr, flush=True)
+        print(f"keepstep: {printable(result['reason'])}", file=sys.stderr, flush=True)
     return int(result["exit_code"])

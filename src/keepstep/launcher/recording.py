@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,13 +74,26 @@ def _log(name: str | None) -> Path | None:
 def make_folder(flag: str, path: Path, mode: int = 0o777) -> Path:
     """Creates the folder that ``flag`` names, if it does not exist, and returns it.
 
+    Args:
+        flag, path: the flag and its value.
+        mode: of a new folder. Without access for others, an existing folder must be this user's, and writable by no
+            other: who can write there can take the run over.
+
     Raises:
-        ConfigurationError: it cannot be created or is not writable.
+        ConfigurationError: it cannot be created, is not writable, or others can write there.
     """
+    is_there = path.exists()
     try:
         path.mkdir(mode, parents=True, exist_ok=True)
+        found = path.stat()
     except OSError as error:
         raise ConfigurationError(f"{flag} {path}: {error.strerror}") from error
+    is_others = found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022
+    if is_there and is_others and not mode & 0o077:
+        raise ConfigurationError(
+            f"{flag} {path}: it must belong to this user, and no other user may write in it (chmod go-w), because who "
+            "can write there can take the run over; or name a folder below it, which is created"
+        )
     if not os.access(path, os.W_OK):
         raise ConfigurationError(f"{flag} {path}: not writable")
     return path

@@ -27,12 +27,20 @@ def check_target(flag: str, path: Path) -> Path:
     return path
 
 
+def private(path: str, flags: int) -> int:
+    """Opens a file for `open`; a new one is for this user only."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yields a draft file next to ``path``. It replaces ``path`` when the block exits; after an error it is removed."""
+def replacing(path: Path, *, is_private: bool = False) -> Iterator[BinaryIO]:
+    """Yields a draft file next to ``path``. It replaces ``path`` when the block exits; after an error it is removed.
+
+    ``is_private``: it is for this user only.
+    """
     draft = path.with_name(path.name + ".draft")
     try:
-        with draft.open("wb") as file:
+        with open(draft, "wb", opener=private if is_private else None) as file:
             yield file
         draft.replace(path)
     except BaseException:  # removes the incomplete draft
@@ -40,7 +48,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file atomically."""
-    with replacing(path) as file:
+def write_whole(path: Path, data: bytes, *, is_private: bool = False) -> None:
+    """Writes a file atomically. ``is_private``: see `replacing`."""
+    with replacing(path, is_private=is_private) as file:
         file.write(data)

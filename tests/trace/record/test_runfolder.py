@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.controller.startup import StartUpRecord
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.recovery import RecoverySettings
 from keepstep.trace.record import runfolder
+from keepstep.trace.record.journal import Journal
+from keepstep.trace.record.phaselog import PhaseLog
 from keepstep.trace.record.runfolder import RunInfo
 
 
@@ -104,3 +107,13 @@ def test_times_can_be_put_on_the_clock_on_the_wall() -> None:
 def test_the_lock_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
     with runfolder.occupied(tmp_path):
         assert os.stat(tmp_path / "run.lock").st_mode & 0o777 == 0o600
+
+
+def test_files_of_a_run_are_for_this_user_only(tmp_path: Path) -> None:
+    """Also in a folder that others may read, as ``mkdir`` makes one."""
+    runfolder.begin(tmp_path, info())
+    Journal(tmp_path / runfolder.JOURNAL).close()
+    PhaseLog(tmp_path / runfolder.PHASES)
+    StartUpRecord(tmp_path / runfolder.START_UP)
+    names = (runfolder.INFO, runfolder.JOURNAL, runfolder.PHASES, runfolder.START_UP)
+    assert {name: (tmp_path / name).stat().st_mode & 0o077 for name in names} == dict.fromkeys(names, 0)

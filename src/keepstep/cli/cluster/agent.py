@@ -18,6 +18,7 @@ from keepstep.launcher.cluster.weights import HostedWeights
 from keepstep.launcher.flags import LOOPBACK, MASTER_PORT, agent_settings, make_parser, parse_flags, ranks_per_node
 from keepstep.launcher.job import clear_up_folder
 from keepstep.programs import END_AT_ONCE, end_with_parent, own_command
+from keepstep.protocol.messages import printable
 from keepstep.trust.tokens import Secret
 
 
@@ -77,7 +78,7 @@ def serve_node(arguments: argparse.Namespace, endpoints: tuple[str, ...], *, may
     if arguments.run_dir is None:
         clear_up_folder(settings.run_dir)
     if ended.exit_code != 0 and hosted is None:
-        print(f"keepstep: {ended.reason}", file=sys.stderr, flush=True)
+        print(f"keepstep: {printable(ended.reason)}", file=sys.stderr, flush=True)
     return ended.exit_code
 
 

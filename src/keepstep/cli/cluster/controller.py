@@ -24,6 +24,7 @@ from keepstep.launcher.cluster.trust import HOW_TO_SHARE, secret_of, server_file
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
 from keepstep.programs import END_AT_ONCE, end_with_parent
 from keepstep.protocol.lease import HOLD_S
+from keepstep.protocol.messages import printable
 
 MIN_TAKEOVER_S, MAX_TAKEOVER_S = 1.0, 3600.0
 """The minimum is 1 s, because a process on a busy machine may stall for half a second."""
@@ -67,7 +68,7 @@ def main(arguments: list[str]) -> int:
         print(f"keepstep controller: {error}", file=sys.stderr, flush=True)
         return EXIT_SUPERSEDED
     if result["exit_code"] != 0:
-        print(f"keepstep: {result['reason']}", file=sys.stderr, flush=True)
+        print(f"keepstep: {printable(result['reason'])}", file=sys.stderr, flush=True)
     return int(result["exit_code"])
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keepstep.cli.terminal.places import DONE, LOST, Places, ScreenPlace
+from keepstep.protocol.messages import printable
 from keepstep.protocol.recovery import Stage
 from keepstep.trace.timeline.describe import loaded_text
 from keepstep.trace.timeline.events import ControlEvent
@@ -418,7 +419,7 @@ def _about(scene: Scene, run: Run, is_current: bool) -> str:
 
 
 def _flat(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 def _clock(seconds: float) -> str:

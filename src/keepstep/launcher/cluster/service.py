@@ -31,7 +31,7 @@ from keepstep.launcher.signals import end_signals, ended_by, stop_signal
 from keepstep.protocol.controller import ControllerMachine, JournalEntry
 from keepstep.protocol.deadlines import LEASE_S
 from keepstep.protocol.lease import HOLD_S
-from keepstep.protocol.messages import EndJob
+from keepstep.protocol.messages import EndJob, printable
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings
 from keepstep.trace.record import journal, runfolder
 from keepstep.trace.record.jobclock import JobClock
@@ -137,7 +137,11 @@ def _go_on(options: ControllerOptions, lease: RunLease) -> dict[str, Any]:
     _check_settings(options)
     info = runfolder.read_info(options.run_dir)
     if info.ended is not None:
-        print(f"keepstep: the run in {options.run_dir} has ended: {info.ended.reason}", file=sys.stderr, flush=True)
+        print(
+            f"keepstep: the run in {options.run_dir} has ended: {printable(info.ended.reason)}",
+            file=sys.stderr,
+            flush=True,
+        )
         return {"exit_code": info.ended.exit_code, "reason": info.ended.reason}
     is_begun = _is_there(options.run_dir, runfolder.JOURNAL)
     entries = journal.take_over(options.run_dir / runfolder.JOURNAL) if is_begun else []

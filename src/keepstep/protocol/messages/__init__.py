@@ -256,3 +256,8 @@ AnyMessage: TypeAlias = Report | AgentOrder | Packet | NodeEvicted | NodeLeft | 
 def text(value: object, limit: int = 4000) -> str:
     """Returns ``str(value)``, cut to ``limit`` characters. Escapes characters that UTF-8 cannot encode."""
     return str(value)[:limit].encode("utf-8", "backslashreplace").decode()
+
+
+def printable(value: str) -> str:
+    """Returns a text of a node or a script as a terminal may get it: what the terminal would obey becomes an escape."""
+    return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in value)

@@ -15,7 +15,7 @@ import xxhash
 
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.controller import JournalEntry
-from keepstep.trace.targets import replacing
+from keepstep.trace.targets import private, replacing
 
 
 class Journal:
@@ -28,7 +28,7 @@ class Journal:
             Otherwise they survive a crash of the process. That is enough if the controller is restarted on this
             machine only.
         """
-        self._file = path.open("ab", buffering=0)
+        self._file = os.fdopen(private(os.fspath(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
         self._is_durable = is_durable
         _cut_torn_line(path)
         self._encoder = msgspec.json.Encoder()
@@ -66,7 +66,7 @@ def take_over(path: Path) -> list[JournalEntry]:
     """
     try:
         data = path.read_bytes()
-        with replacing(path) as file:
+        with replacing(path, is_private=True) as file:
             file.write(data[: data.rfind(b"\n") + 1])
             file.flush()
             os.fsync(file.fileno())

@@ -94,7 +94,7 @@ class PhaseLog:
     """Writes the log. When it is too large, it removes old segments, those without a mark first."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(0o700, exist_ok=True)
         self._folder = folder
         last = segments(folder)
         self._number = int(last[-1].stem) if last else 0

@@ -166,7 +166,8 @@ def move_aside(folder: Path, names: Sequence[str]) -> None:
 
 def write(folder: Path, info: RunInfo) -> None:
     """Writes `run.json` atomically."""
-    write_whole(folder / INFO, msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
+    data = msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n"
+    write_whole(folder / INFO, data, is_private=True)
 
 
 def end(folder: Path, info: RunInfo, exit_code: int, reason: str, at_ns: int) -> None:

@@ -182,7 +182,7 @@ class Publications(msgspec.Struct):
         Raises:
             OSError: the file cannot be written.
         """
-        write_whole(path, msgspec.json.encode(self))
+        write_whole(path, msgspec.json.encode(self), is_private=True)
 
     @classmethod
     def read(cls, path: Path) -> Publications:
