@@ -113,7 +113,7 @@ def play(
 
 def test_orders_that_come_with_the_one_to_start_arrive(tmp_path: Path) -> None:
     async def scene(controller: Controller, _agent: Agent, _running: asyncio.Task[None]) -> None:
-        controller.order(START, msg.Stop(2, "why", None), msg.Rescue("why"))
+        controller.order(START, msg.Stop(2, "why", None), msg.Rescue("why", False))
         started, lost = await controller.hear(2)
         assert isinstance(started, msg.WorkerStarted)
         assert isinstance(lost, msg.WorkerLost)

@@ -45,7 +45,7 @@ def ready(generation: int, reach: tuple[int, ...] = (0,), snapshots: tuple[int, 
 
 def safe(step: int, phase: Phase, reach: tuple[int, ...], snapshots: tuple[int, ...] = ()) -> SafePointReached:
     current = step if phase in (Phase.BACKWARD, Phase.SYNCED) else step + 1
-    return SafePointReached((0,), GENERATION, step, phase, reach, current if reach else None, snapshots, False, ())
+    return SafePointReached((0,), GENERATION, step, phase, reach, current if reach else None, snapshots, False, (), None)
 
 
 def roster_of(*reports: dict[str, SafePointReached | WorkerReady]) -> Roster:
@@ -159,7 +159,7 @@ def report_of(position: Position) -> dict[str, SafePointReached | WorkerReady]:
         return {"ready": ready(0, ())}
     step, at = position
     reach = tuple(sorted(rests_at(position)))
-    return {"safe": SafePointReached((0,), GENERATION, step, PHASE_OF[at], reach, standing_at(position), (), False, ())}
+    return {"safe": SafePointReached((0,), GENERATION, step, PHASE_OF[at], reach, standing_at(position), (), False, (), None)}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

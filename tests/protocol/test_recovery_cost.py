@@ -116,7 +116,7 @@ class Job:
         return WorkerReady(number, self.machine.generation, (0,), (), False, "0")
 
     def safe(self, number: int) -> SafePointReached:
-        return SafePointReached((number,), self.machine.generation, 4, Phase.BACKWARD, (4,), 4, (), False, ())
+        return SafePointReached((number,), self.machine.generation, 4, Phase.BACKWARD, (4,), 4, (), False, (), None)
 
     def recovered(self, number: int) -> StateRecovered:
         return StateRecovered((number,), self.machine.generation, 0, False)
@@ -138,7 +138,7 @@ CASES: list[tuple[Stage, Report]] = [
     (Stage.TRAINING, StepsFinished((8,), 1, 9, None)),
     (Stage.TRAINING, NodeJoined("late", 8, "", 0, 0, ())),
     (Stage.TRAINING, WorkerDone(8, 3)),
-    (Stage.STOPPING, SafePointReached((8,), 2, 4, Phase.BACKWARD, (4,), 4, (), False, ())),
+    (Stage.STOPPING, SafePointReached((8,), 2, 4, Phase.BACKWARD, (4,), 4, (), False, (), None)),
     (Stage.STOPPING, FAILED),
     (Stage.STOPPING, LOST),
     (Stage.FINISHED, WorkerDone(8, 3)),
@@ -187,7 +187,7 @@ def test_a_whole_recovery_costs_in_proportion_to_the_world_size() -> None:
         job = Job(world_size).until(Stage.TRAINING, but=world_size)
         with Lines() as lines:
             job.effects += job.machine.node_lost("n1", "not heard of", 2.0, 2.0)
-            job.all_say(lambda number: SafePointReached((number,), 2, -1, Phase.STARTING, (), None, (), False, ()))
+            job.all_say(lambda number: SafePointReached((number,), 2, -1, Phase.STARTING, (), None, (), False, (), None))
             for effect in job.effects:  # it grows meanwhile
                 if isinstance(effect.order, FenceWorker):
                     job.say(str(effect.node), WorkerFenced(effect.order.worker))

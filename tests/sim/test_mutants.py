@@ -33,7 +33,7 @@ from keepstep.protocol.recovery.processes import Processes
 from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.recovery.scripts.once import Claims
 from keepstep.protocol.recovery.scripts.startup import StartUp
-from keepstep.protocol.recovery.stages import decision, recovering, starting, stopping, training
+from keepstep.protocol.recovery.stages import decision, last, recovering, starting, stopping, training
 from keepstep.protocol.recovery.stages.recovering import Recovering
 from keepstep.protocol.recovery.stages.stage import JobStage, RecoveryStage
 from keepstep.protocol.recovery.stages.starting import Starting
@@ -327,7 +327,53 @@ def a_rank_that_is_restored_is_a_source_too(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_missing_value_does_no_harm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WorkerMachine, "found_partially_updated", WorkerMachine.found_whole)
+    patch.setattr(WorkerMachine, "found_partially_updated", lambda self, _doubt: self.found_whole())
+
+
+def a_written_value_is_nothing_but_a_doubt(patch: pytest.MonkeyPatch) -> None:
+    right = WorkerMachine.found_partially_updated
+    patch.setattr(WorkerMachine, "found_partially_updated", lambda self, doubt: right(self, doubt or "written"))
+
+
+def _doubted(*arguments: Any) -> Iterable[dict[int, decision.Report]]:
+    for held in decision._doubted(*arguments):
+        yield {number: ((safe.step + 1,), safe.step + 1, safe.snapshots) for number, safe in held.items()}
+
+
+def a_lone_copy_in_doubt_counts(patch: pytest.MonkeyPatch) -> None:
+    def equal_in_doubt(*arguments: Any) -> dict[int, decision.Report]:
+        alone = {number: word for held in _doubted(*arguments) if len(held) == 1 for number, word in held.items()}
+        return {**decision.equal_in_doubt(*arguments), **alone}
+
+    patch.setattr(stopping, "equal_in_doubt", equal_in_doubt)
+
+
+def copies_in_doubt_count_though_they_differ(patch: pytest.MonkeyPatch) -> None:
+    def equal_in_doubt(*arguments: Any) -> dict[int, decision.Report]:
+        return {number: word for held in _doubted(*arguments) if len(held) > 1 for number, word in held.items()}
+
+    patch.setattr(stopping, "equal_in_doubt", equal_in_doubt)
+
+
+def copies_in_doubt_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stopping, "equal_in_doubt", lambda *_: {})
+
+
+def copies_in_doubt_are_given_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stopping, "is_in_doubt", lambda *_: False)
+
+
+def a_rank_keeps_its_doubt(patch: pytest.MonkeyPatch) -> None:
+    right = WorkerMachine.receive
+
+    def receive(self: WorkerMachine, order: msg.WorkerOrder) -> Urgency:
+        return Urgency.NONE if isinstance(order, msg.DoubtLifted) else right(self, order)
+
+    patch.setattr(WorkerMachine, "receive", receive)
+
+
+def a_copy_in_doubt_is_not_saved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(last, "is_in_doubt", lambda *_: False)
 
 
 def the_resume_step_is_one_too_great(patch: pytest.MonkeyPatch) -> None:
@@ -1086,7 +1132,14 @@ MUTANTS: dict[Plant, Check] = {
     a_rank_that_has_completed_a_step_can_go_back: Check.RAISED,
     the_resume_step_is_one_too_great: Check.RAISED,
     a_half_restored_copy_is_whole: Check.WRONG_SOURCE,
-    a_missing_value_does_no_harm: Check.UPDATES,
+    a_missing_value_does_no_harm: Check.WRONG_SOURCE,
+    a_written_value_is_nothing_but_a_doubt: Check.WRONG_SOURCE,
+    a_lone_copy_in_doubt_counts: Check.WRONG_SOURCE,
+    copies_in_doubt_count_though_they_differ: Check.WRONG_SOURCE,
+    copies_in_doubt_are_not_compared: Check.ENDED,
+    copies_in_doubt_are_given_up: Check.ENDED,
+    a_rank_keeps_its_doubt: Check.RAISED,
+    a_copy_in_doubt_is_not_saved: Check.ENDED,
     a_rank_that_is_restored_is_a_source_too: Check.NO_CAUSE,
     checkpoints_are_ignored: Check.ENDED,
     what_was_trained_is_not_remembered: Check.RECOMPUTED,
@@ -1157,6 +1210,20 @@ def a_clock_jumps_in_a_long_forward(seed: int) -> Case:
     nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(2))
     layout = ClusterLayout(nodes, ("0",) * 2, settings, durations=SimulatedDurations(forward_s=5.0), num_steps=8)
     return Case(seed, layout, (SimulatedFault("clock jump", 12.0 + seed % 50 / 10, pick=seed % 2, lasts_s=40.0),))
+
+
+def a_value_is_cut_off_after_the_update(seed: int) -> Case:
+    """One of two or three replicas is killed there, and now and then another one a little later."""
+    world_size = 2 + seed % 2
+    settings = dataclasses.replace(SETTINGS, world_size=world_size, num_spares=2, ranks_per_node=1)
+    nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(world_size))
+    durations = SimulatedDurations(collective_s=0.05)
+    layout = ClusterLayout(
+        nodes, ("0",) * world_size, settings, durations=durations, num_steps=12, reduces_after_update=True
+    )
+    kill = SimulatedFault("kill", 2.0 + seed % 20 / 10, None, Phase.OPTIMIZER, seed % world_size)
+    again = SimulatedFault("kill", seed % 40 / 100, 1, None, seed // 2 % world_size)
+    return Case(seed, layout, (kill, again) if seed % 5 == 0 else (kill,))
 
 
 def all_ranks_are_stopped(seed: int) -> Case:
@@ -1356,6 +1423,14 @@ def a_replacement_differs_from_its_replicas(seed: int) -> Case:
 
 
 CASES: dict[Plant, Callable[[int], Case]] = {
+    a_missing_value_does_no_harm: a_value_is_cut_off_after_the_update,
+    a_written_value_is_nothing_but_a_doubt: a_value_is_cut_off_after_the_update,
+    a_lone_copy_in_doubt_counts: a_value_is_cut_off_after_the_update,
+    copies_in_doubt_count_though_they_differ: a_value_is_cut_off_after_the_update,
+    copies_in_doubt_are_not_compared: a_value_is_cut_off_after_the_update,
+    copies_in_doubt_are_given_up: a_value_is_cut_off_after_the_update,
+    a_rank_keeps_its_doubt: a_value_is_cut_off_after_the_update,
+    a_copy_in_doubt_is_not_saved: a_value_is_cut_off_after_the_update,
     replicas_are_not_compared_after_a_recovery: a_replacement_differs_from_its_replicas,
     only_the_restored_state_is_compared: a_replacement_differs_from_its_replicas,
     the_state_is_compared_only_after_an_update: a_replacement_differs_from_its_replicas,
@@ -1395,7 +1470,6 @@ CASES: dict[Plant, Callable[[int], Case]] = {
 
 QUICKEST_SEED: dict[Plant, int] = {
     collectives_of_a_group_are_not_compared: 922,
-    a_missing_value_does_no_harm: 244,
     a_restarted_controller_forgets_what_came_in_bundles: 183,
     a_rank_is_synced_before_its_snapshot_is_complete: 107,
     a_copy_goes_on_while_the_state_is_restored: 595,

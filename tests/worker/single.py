@@ -50,7 +50,7 @@ class Controller(alone.LinkAlone):
         self.reports.append(report)
         match report:
             case SafePointReached() if self.is_ending:
-                self._give(Rescue("too few ranks are left"))
+                self._give(Rescue("too few ranks are left", False))
             case SafePointReached():
                 step = max(report.reach) if self.resume_at is None else self.resume_at
                 self._give(Recover(report.generation, step, (), self._membership, (), None))

@@ -89,6 +89,8 @@ class WorkerMachine:
         """Whether the parameters are between two steps: the reach is empty."""
         self.in_doubt = False
         """Whether a wrong value may be in the state. The copy counts as partially updated until `found_whole`."""
+        self.doubt: str | None = None
+        """See `msg.SafePointReached`. The copy counts as partially updated until `msg.DoubtLifted`."""
         self.communicates_in_update = False
         """Whether the script has run a collective after the gradient barrier."""
         self.stopped_in: tuple[int, Phase] | None = None
@@ -154,6 +156,8 @@ class WorkerMachine:
                     self._snapshots = tuple(sorted({*self._snapshots, *order.steps}))
             case msg.Stop() if order.generation > self._stop_generation:
                 return self._stop(order)
+            case msg.DoubtLifted() if self.worker in order.workers and self.doubt is not None:
+                self.partially_updated, self.doubt = False, None
             case msg.Recover() if order.generation >= self._stop_generation:
                 if not isinstance(order.membership, msg.Membership):
                     raise RemoteProtocolError("an agent passed on the change of a membership instead of the whole")
@@ -250,9 +254,13 @@ class WorkerMachine:
         if self.in_doubt:
             self.partially_updated = self.in_doubt = False
 
-    def found_partially_updated(self) -> None:
-        """Records that the state may contain a wrong value, so that this copy is restored from another one."""
-        self.in_doubt = False
+    def found_partially_updated(self, doubt: str | None) -> None:
+        """Records that the state may contain a wrong value, so that this copy is restored from another one.
+
+        Args:
+            doubt: see `msg.SafePointReached`.
+        """
+        self.in_doubt, self.doubt = False, doubt
 
     # ---- the training thread: what to do next -----------------------------------------------------------------------
 
@@ -367,7 +375,7 @@ class WorkerMachine:
             current = None if self.partially_updated else self.steps.parameters_at
             would_communicate = self.communicates_in_update and self.steps.phase is Phase.SYNCED
             at = (self._stop_generation, step, phase, self.own_reach(), current)
-            held = (self._snapshots, would_communicate, self._second_copies)
+            held = (self._snapshots, would_communicate, self._second_copies, self.doubt)
             return SendReport(msg.SafePointReached((self.worker,), *at, *held))
         order = self._order
         if order is None or not order.generation == self._stop_generation == self._reported:
@@ -398,7 +406,7 @@ class WorkerMachine:
             return self._stand(order.generation)
         action = self._action(order)
         if action in (Action.RESTORE, Action.REWIND):
-            self.partially_updated = True
+            self.partially_updated, self.doubt = True, None
         return Load(order, action)
 
     def _action(self, order: msg.Recover) -> Action:
@@ -447,7 +455,7 @@ class WorkerMachine:
         It may be found as the state is loaded, or in a step that is undone then.
         """
         self._sayings.append(msg.StateRefused(self.worker, self._target, error, False))
-        self.partially_updated = True
+        self.partially_updated, self.doubt = True, None
         if self.state is WorkerState.TRAINING:
             self.breaks_off()
         self._fall_back(self._target)

@@ -22,7 +22,7 @@ from keepstep.sim.cluster.schedule import Event, Schedule
 from keepstep.sim.cluster.scripts.once import OnceScript
 from keepstep.sim.cluster.scripts.startup import StartUpScript
 from keepstep.sim.cluster.transfers import SimulatedSecondCopies, Transfers
-from keepstep.sim.cluster.values import History, Rows
+from keepstep.sim.cluster.values import History, LostValue, Rows
 from keepstep.sim.cluster.worker import SimulatedWorker
 from keepstep.sim.oracle import Oracle
 from keepstep.sim.story import Story
@@ -132,6 +132,14 @@ class World:
     def coin(self) -> bool:
         """Returns True with a probability of one half."""
         return self.rng.random() < 0.5
+
+    def fate_of_lost_value(self) -> LostValue:
+        """Returns what becomes on one rank of a value that was cut off: harm with a probability of one half."""
+        if not self.coin():
+            return LostValue.NOWHERE
+        if not self.coin():
+            return LostValue.DECIDED
+        return LostValue.WRITTEN if self.coin() else LostValue.DECIDED_ALONE
 
     def shard_of(self, rank: int | None) -> str:
         """Returns the shard that a rank holds."""

@@ -107,6 +107,8 @@ class Coordination:
         self._has_completed_step = False
         """Whether this process has completed a step."""
         self.missing_values = MissingValues()
+        self.digest_of_copy: Callable[[], str] = str
+        """Returns a digest of all that replicas hold alike."""
         self._training_thread = threading.get_ident()
         self._warned: set[str] = set()
         self._news = threading.Condition()
@@ -262,7 +264,7 @@ class Coordination:
         """
         harm = self.missing_values.conclude(host)
         if self._update_raised and self.interrupted:
-            self.machine.found_partially_updated()
+            self.machine.found_partially_updated(None)
             print(
                 f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: optimizer.step() has raised, and "
                 "a rank was lost in the same step; this rank's copy may be half updated and has to be restored",
@@ -270,11 +272,12 @@ class Coordination:
             )
         elif self.machine.in_doubt and harm is None:
             self.machine.found_whole()
-        elif self.machine.in_doubt:
-            self.machine.found_partially_updated()
+        elif self.machine.in_doubt and harm is not None:
+            self.machine.found_partially_updated(self.digest_of_copy() if harm.is_doubt else None)
+            counts = "counts only if no other is left and a replica's equals it" if harm.is_doubt else "has to be restored"
             print(
                 f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: the value that a failure cut off "
-                f"may have got into {harm}; this rank's copy has to be restored. Before optimizer.step() such a "
+                f"may have got into {harm.where}; this rank's copy {counts}. Before optimizer.step() such a "
                 "collective does no harm",
                 file=sys.stderr,
             )

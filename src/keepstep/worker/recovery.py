@@ -30,6 +30,7 @@ from keepstep.worker.state.checkpoint import Checkpoints, rescue
 from keepstep.worker.state.dcp.content import Share
 from keepstep.worker.state.digests import named_digests
 from keepstep.worker.state.image import StateHeader, describe
+from keepstep.worker.state.layout import digest_of_copy
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import Landing, Source, StateTransport, receive_state, send_state
 from keepstep.worker.step.attempt import Attempt
@@ -67,6 +68,7 @@ class Recovery:
         if snapshots is not None:
             coordination.second_copies = snapshots.second_copies
         coordination.digests = lambda: named_digests(state)
+        coordination.digest_of_copy = lambda: digest_of_copy(state)
         coordination.save_state_dicts = lambda path: torch.save(state.state_dicts(), path)
         coordination.missing_values.protected = lambda: (tensor for _name, tensor in state.live_tensors())
 
@@ -408,13 +410,14 @@ class Recovery:
         at = self._machine.steps.parameters_at
         path, problem = None, None
         try:
-            if self._machine.partially_updated or at is None:
+            is_doubted = order.in_doubt and self._machine.doubt is not None
+            if (self._machine.partially_updated and not is_doubted) or at is None:
                 raise NothingToRecoverFrom("its copy is not whole")
             self._attempt.undo()
-            if self._checkpoints is not None and not self._share.is_all:
+            if self._checkpoints is not None and not (self._share.is_all or order.in_doubt):
                 path = self._checkpoints.rescue(at, self._share)
             else:
-                path = rescue(self._state, at, self._share)
+                path = rescue(self._state, at, self._share, in_doubt=order.in_doubt)
         except (OSError, RuntimeError, StateMismatch, NothingToRecoverFrom) as error:
             problem = text(error)
         self._coordination.end(order, path, problem)

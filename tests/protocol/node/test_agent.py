@@ -87,7 +87,7 @@ class Node:
 
 
 def safe(*workers: int, step: int = 3) -> msg.SafePointReached:
-    return msg.SafePointReached(workers, 2, step, Phase.BACKWARD, (step,), step, (), False, ())
+    return msg.SafePointReached(workers, 2, step, Phase.BACKWARD, (step,), step, (), False, (), None)
 
 
 # ---- Orders ---------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from keepstep.protocol.messages.orders import (
     Assign,
     ClockTold,
     Complete,
+    DoubtLifted,
     Drain,
     EndJob,
     FenceWorker,
@@ -103,6 +104,7 @@ __all__ = [
     "CollectiveFailed",
     "Complete",
     "DevicesClosed",
+    "DoubtLifted",
     "Drain",
     "Drained",
     "EndJob",
@@ -200,7 +202,9 @@ AgentReport: TypeAlias = (
     | WorkerDone
     | WorkerFenced
 )
-HolderOrder: TypeAlias = Stop | Recover | Resume | Complete | Abandon | Rescue | Hold | Drain | Terminate
+HolderOrder: TypeAlias = (
+    Stop | DoubtLifted | Recover | Resume | Complete | Abandon | Rescue | Hold | Drain | Terminate
+)
 """For every worker that holds a rank."""
 WorkerOrder: TypeAlias = HolderOrder | Assign | InheritSnapshots | StoreAnswered | OnceAnswered
 AgentOrder: TypeAlias = (

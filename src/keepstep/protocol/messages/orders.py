@@ -112,6 +112,16 @@ class Recover(Message, frozen=True):
     of that step before all ranks have left a gradient barrier."""
 
 
+class DoubtLifted(Message, frozen=True):
+    """The copies that these workers hold in doubt are equal, and no other is left of their shard: they are the state.
+
+    A worker that is named counts its copy as whole from now on.
+    """
+
+    generation: int
+    workers: tuple[int, ...]
+
+
 class MembershipTold(Message, frozen=True):
     """The current membership, for a node that joins. The next `Recover` may contain only the change to it."""
 
@@ -137,9 +147,14 @@ class Abandon(Message, frozen=True):
 
 
 class Rescue(Message, frozen=True):
-    """The job cannot continue: save the shard, report it with `StateRescued`, and end."""
+    """The job cannot continue: save the shard, report it with `StateRescued`, and end.
+
+    ``in_doubt``: no whole copy is left of some shard. A worker that holds one in doubt saves that, and what is saved
+    must not be taken for a checkpoint.
+    """
 
     reason: str
+    in_doubt: bool
 
 
 class Hold(Message, frozen=True):

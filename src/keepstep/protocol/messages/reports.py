@@ -79,7 +79,9 @@ class SafePointReached(Message, frozen=True):
 
     ``generation`` is that of `Stop`. ``reach`` is the reach of their shards, and ``snapshots`` the steps that each can
     load. ``would_communicate``: the update for which they are synced calls a collective, which would be interrupted.
-    ``second_copies`` are the snapshots of other ranks that each of them keeps.
+    ``second_copies`` are the snapshots of other ranks that each of them keeps. ``doubt``: a digest of the shard if they
+    have completed the step and nothing is wrong with it but that the script has decided something by a value that a
+    failure has cut off; ``reach`` is empty then, until `DoubtLifted`.
     """
 
     workers: tuple[int, ...]
@@ -91,6 +93,7 @@ class SafePointReached(Message, frozen=True):
     snapshots: tuple[int, ...]
     would_communicate: bool
     second_copies: SnapshotsByRank
+    doubt: str | None
 
 
 class GroupsReset(Message, frozen=True):

@@ -6,12 +6,29 @@ its parameters. A replacement starts with its rank's row.
 
 from __future__ import annotations
 
+import enum
+
 History = tuple[int, ...]
 """The parameters, as the steps of the updates that were applied to them."""
 INCOMPLETE = -1
 """In a history: an update with incomplete gradients, or with gradients of another step."""
 Rows = tuple[int, ...]
 """The values of all ranks, ordered by rank."""
+
+
+
+class LostValue(enum.Enum):
+    """What becomes of a value that a failure has cut off after the update."""
+
+    NOWHERE = enum.auto()
+    """It does no harm."""
+    WRITTEN = enum.auto()
+    """It gets into the state."""
+    DECIDED = enum.auto()
+    """The script decides something by it, as it would without a failure."""
+    DECIDED_ALONE = enum.auto()
+    """The script decides something else by it than on any other rank."""
+
 
 _RANK = 1 << 32
 """More than the number of steps of any job, so that a value identifies its rank."""

@@ -24,7 +24,7 @@ from keepstep.sim.cluster.collectives import Key
 from keepstep.sim.cluster.node import SimulatedNode
 from keepstep.sim.cluster.process import SimulatedProcess, held_while_stopped
 from keepstep.sim.cluster.scripts.activity import Activity
-from keepstep.sim.cluster.values import INCOMPLETE, History, Rows
+from keepstep.sim.cluster.values import INCOMPLETE, History, LostValue, Rows
 
 if TYPE_CHECKING:
     from keepstep.sim.world import World
@@ -77,6 +77,9 @@ class SimulatedWorker(SimulatedProcess):
             self.local_rank, self.local_world_size = order.local_rank, order.local_world_size
             self.device = self.device if order.device is None else order.device
         self._heed(self.machine.receive(order), getattr(order, "generation", 0))
+        if self.is_in_doubt and self.machine.doubt is None:
+            self.is_in_doubt = False
+            self.world.oracle.doubt_lifted(self)
         if (holding := self.machine.holding()) is not None:
             self._say(holding)
         if self.is_idle and not self.is_stuck:
@@ -154,7 +157,7 @@ class SimulatedWorker(SimulatedProcess):
                 case moves.End():
                     return self._begin(self.world.draw(self._durations.optimizer_s), Activity.END)
                 case moves.SaveAndEnd():
-                    return self._save_and_end()
+                    return self._save_and_end(move)
         raise InternalError(f"{self} goes round in circles: {machine.state}, {machine.steps}")
 
     def is_at(self, activity: int) -> bool:
@@ -289,6 +292,7 @@ class SimulatedWorker(SimulatedProcess):
         step = self._loading_step = move.order.resume_step
         self._reads_checkpoint = False
         self._is_unnoticed &= move.action is Action.STAY
+        self.is_in_doubt = False
         if move.action in (Action.RESTORE, Action.REWIND):
             self.snapshots.cancel()
         if move.action is Action.RESTORE:
@@ -419,11 +423,12 @@ class SimulatedWorker(SimulatedProcess):
         self.machine.saved(self.world.checkpoint(self, len(self.parameters)))
         self.go()
 
-    def _save_and_end(self) -> None:
+    def _save_and_end(self, move: moves.SaveAndEnd) -> None:
         at = self.machine.steps.parameters_at
-        whole = at is not None and not self.machine.partially_updated
-        path, error = (f"rescued-{self.machine.rank}.pt", None) if whole else (None, "its copy is not whole")
-        self.world.oracle.silence.is_rescue |= whole
+        is_doubted = move.order.in_doubt and self.machine.doubt is not None
+        is_saved = at is not None and (is_doubted or not self.machine.partially_updated)
+        path, error = (f"rescued-{self.machine.rank}.pt", None) if is_saved else (None, "its copy is not whole")
+        self.world.oracle.silence.is_rescue |= is_saved
         self._say(msg.StateRescued(self.number, path, error))
         self.die(Cause.EXIT, f"exit code {EXIT_TOO_FEW_RANKS}")
 
@@ -551,7 +556,7 @@ class SimulatedWorker(SimulatedProcess):
             machine.echoed()
         if machine.steps.phase is Phase.OPTIMIZER:
             machine.lost_value()
-            self._complete(is_harmed=self.world.coin())
+            self._complete(self.world.fate_of_lost_value())
         else:
             self.go()
 
@@ -580,21 +585,23 @@ class SimulatedWorker(SimulatedProcess):
         self._begin(self.world.draw(self._durations.optimizer_s), follows)
 
     def _reduce(self) -> None:
-        """Runs a collective after the update. The seed decides whether its value gets into the state."""
+        """Runs a collective after the update. The seed decides what becomes of its value if it is cut off."""
         self.machine.communicates_in_update = True
         if self.machine.interrupted:
             self._cut_off()
         else:
             self._enter(self.machine.steps.step, "reduce")
 
-    def _complete(self, *, is_harmed: bool = False) -> None:
+    def _complete(self, lost: LostValue = LostValue.NOWHERE) -> None:
         machine, step = self.machine, self.machine.steps.step
-        self.parameters += (step if self._gradients == step and not is_harmed else INCOMPLETE,)
+        update = {LostValue.WRITTEN: INCOMPLETE, LostValue.DECIDED_ALONE: INCOMPLETE - self.process}.get(lost, step)
+        self.parameters += (update if self._gradients == step else INCOMPLETE,)
         self._gradients = None
         machine.steps.advance(StepEvent.STEP_COMPLETED)
         self._show()
-        if is_harmed:
-            machine.found_partially_updated()
+        if lost is not LostValue.NOWHERE:
+            self.is_in_doubt = lost is not LostValue.WRITTEN
+            machine.found_partially_updated(repr(self.parameters) if self.is_in_doubt else None)
             self.world.oracle.harmed(self)
         else:
             machine.found_whole()

@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.controller import JournalEntry, LeaseExpired, NodeSilent
-from keepstep.protocol.messages import EndJob, FenceWorker, Packet, Stop, WorkerJoined
+from keepstep.protocol.messages import EndJob, FenceWorker, Packet, Rescue, Stop, WorkerJoined
 from keepstep.protocol.recovery import EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
 from keepstep.sim.cluster.layout import DEADLINES
 from keepstep.sim.cluster.values import INCOMPLETE, right_value
@@ -21,7 +21,7 @@ from keepstep.sim.oracle.devices import DeviceWatch
 from keepstep.sim.oracle.drain import DrainWatch
 from keepstep.sim.oracle.groups import GroupWatch
 from keepstep.sim.oracle.placement import Loss, MembershipWatch, SpareChoice, check_local_ranks
-from keepstep.sim.oracle.silence import FAULTS, SilenceWatch
+from keepstep.sim.oracle.silence import FAULTS, SilenceWatch, equal_in_doubt
 from keepstep.sim.oracle.snapshots import SnapshotWatch
 from keepstep.sim.oracle.startup import StartUpWatch
 
@@ -109,6 +109,8 @@ class Oracle:
         self._recoveries_at_last_step = 0
         self._num_loads_refused = 0
         """Loads since the last complete step after which the state was not what was loaded."""
+        self._in_doubt: list[SimulatedProcess] = []
+        """Processes that hold copies in doubt, and are to save them because nothing else is left."""
         self._log_of: int | None = None
         """The process that has opened the job's log."""
         self._fetching: SimulatedProcess | None = None
@@ -232,6 +234,10 @@ class Oracle:
         self._harmed.add(worker.process)
         self.causes.add(f"a missing value in process {worker.process}")
 
+    def doubt_lifted(self, worker: SimulatedProcess) -> None:
+        """Records that a copy in doubt counts from now on."""
+        self._harmed.discard(worker.process)
+
     def restored(self, worker: SimulatedProcess, step: int) -> None:
         """Checks the state of the resume step that a process has received or loaded."""
         shard = self._world.shard_of(worker.machine.rank)
@@ -261,6 +267,9 @@ class Oracle:
         if given := self._spare_choice.given(entry):
             self._spare_choice.check(given, self._only_loss())
         stop = next((reason for _, order, reason in entry.orders if isinstance(order, Stop)), None)
+        if any(isinstance(order, Rescue) for _, order, _ in entry.orders) and not self._is_held():
+            members = self._trained.members.values() if self._trained is not None else ()
+            self._in_doubt = [worker for worker in members if worker.is_alive and worker.is_in_doubt]
         is_given_up = False
         fences = ((node, order.worker) for node, order, _ in entry.orders if isinstance(order, FenceWorker) and node)
         for node, number in fences:
@@ -482,16 +491,24 @@ class Oracle:
         if self._trained is None:
             return True
         if not self._state_lost:
-            held = {
-                worker.shard
-                for worker in self._trained.members.values()
-                if worker.is_alive
-                and min(worker.parameters, default=0) > INCOMPLETE
-                and (worker.process not in self._blamed or self.silence.holds(worker))
-                and not self.is_unreachable(worker)
-            }
-            self._state_lost = held != set(self._world.layout.shards) and self._newest_snapshot() is None
+            self._state_lost = not self._is_held() and self._newest_snapshot() is None
         return self._state_lost
+
+    def _is_held(self) -> bool:
+        """Returns whether every shard has a holder in the last cohort that trained, or several that are in doubt alike."""
+        holders = self._holders()
+        whole = [each for each in holders if min(each.parameters, default=0) > INCOMPLETE and not each.is_in_doubt]
+        return {worker.shard for worker in (*whole, *equal_in_doubt(holders))} == set(self._world.layout.shards)
+
+    def _holders(self) -> list[SimulatedProcess]:
+        members = self._trained.members.values() if self._trained is not None else ()
+        return [
+            worker
+            for worker in members
+            if worker.is_alive
+            and (worker.process not in self._blamed or self.silence.holds(worker))
+            and not self.is_unreachable(worker)
+        ]
 
     def _newest_snapshot(self) -> int | None:
         """Returns the newest step of which all shards have a snapshot on a reachable node; None if there is none."""
@@ -549,11 +566,16 @@ class Oracle:
         if order.exit_code == EXIT_NOTHING_TO_RECOVER:
             if not self.state_is_lost():
                 return "every shard has a live holder"
+            if any(worker.is_in_doubt and worker.process not in self._blamed for worker in self._holders()):
+                return "a copy in doubt is given up"
             return "there is a checkpoint" if self._world.checkpoints() else None
         if order.exit_code == EXIT_TOO_FEW_RANKS and (settings.max_restarts is not None or not has_room):
             return None
         if order.exit_code == EXIT_TOO_FEW_RANKS and self._num_loads_refused > 1:
             return None
+        if order.exit_code == EXIT_TOO_FEW_RANKS and self._in_doubt:
+            are_lost = all(each.process in self._blamed or self.is_unreachable(each) for each in self._in_doubt)
+            return None if self.silence.is_rescue or are_lost else "a copy in doubt is not saved"
         if self._trained is None and not has_room:
             return None
         return "it could have gone on"

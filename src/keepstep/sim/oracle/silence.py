@@ -11,7 +11,7 @@ from keepstep.sim.cluster.values import INCOMPLETE
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from keepstep.sim.cluster.process import SimulatedProcess
     from keepstep.sim.world import World
@@ -23,6 +23,16 @@ NEWS_S = RECENT_SHARE * LEASE_S
 """The controller need not know of a death so recent."""
 BEFORE_S = 5.0
 """A process may have made no progress for so long before a fault silenced it: a phase, or a wait for others."""
+
+
+def equal_in_doubt(holders: Sequence[SimulatedProcess]) -> list[SimulatedProcess]:
+    """Returns the processes whose copies are in doubt and all equal, at least two of a shard."""
+    doubted: dict[str | None, list[SimulatedProcess]] = {}
+    for worker in holders:
+        if worker.is_in_doubt:
+            doubted.setdefault(worker.shard, []).append(worker)
+    equal = (held for held in doubted.values() if len(held) > 1 and len({each.parameters for each in held}) == 1)
+    return [worker for held in equal for worker in held]
 
 
 class SilenceWatch:
@@ -108,7 +118,8 @@ class SilenceWatch:
     def _reach(self, worker: SimulatedProcess) -> set[int]:
         """Returns the steps to which a live process can bring its state."""
         held, steps = worker.parameters, worker.machine.steps
-        if worker.process in self._ordered or INCOMPLETE in held or steps.phase is Phase.STARTING:
+        is_torn = INCOMPLETE in held or worker.is_in_doubt
+        if worker.process in self._ordered or is_torn or steps.phase is Phase.STARTING:
             return set()
         is_synced = steps.phase in (Phase.SYNCED, Phase.OPTIMIZER) and steps.step == len(held)
         return {len(held), len(held) + is_synced}
@@ -127,9 +138,11 @@ class SilenceWatch:
             least_step: the least step that counts. Fresh ranks are at step 0, too.
         """
         reached = self._world.oracle.snapshots.steps_of(is_read)
-        for worker in self._world.rank_holders():
-            if worker.shard is not None and counts(worker):
-                reached[worker.shard] |= self._reach(worker)
+        holders = [worker for worker in self._world.rank_holders() if worker.shard is not None and counts(worker)]
+        for worker in holders:
+            reached[str(worker.shard)] |= self._reach(worker)
+        for doubted in equal_in_doubt([each for each in holders if each.process not in self._ordered]):
+            reached[str(doubted.shard)].add(len(doubted.parameters))
         return max(set.intersection(*reached.values()), default=-1) >= least_step
 
     def _check(

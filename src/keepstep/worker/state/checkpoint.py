@@ -312,7 +312,7 @@ class Checkpoints:
             raise RemoteProtocolError(f"the checkpoint {path} cannot be loaded: {error}") from error
 
 
-def rescue(state: ProtectedState, step: int, share: Share) -> str:
+def rescue(state: ProtectedState, step: int, share: Share, *, in_doubt: bool = False) -> str:
     """Saves this rank's state to a folder in the working directory, for a job without a checkpoint folder.
 
     If ranks hold parts, all ranks of a machine save to the same folder. It is a checkpoint once it has all parts.
@@ -321,6 +321,7 @@ def rescue(state: ProtectedState, step: int, share: Share) -> str:
         state: the protected state of this rank.
         step: the step of the state.
         share: the part that this rank writes.
+        in_doubt: the script may have decided something by a value that a failure has cut off. The name says so.
 
     Returns:
         the path of the folder.

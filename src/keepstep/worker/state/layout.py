@@ -191,6 +191,11 @@ def start_of(
     )
 
 
+def digest_of_copy(state: ProtectedState) -> str:
+    """xxh3 (128 bit) of all that replicas hold alike: what `start_of` describes."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(start_of(state)))
+
+
 def gathered(own: bytes, world_size: int) -> list[bytes]:
     """All-gathers the same number of bytes from each rank. While the group is broken, it returns this rank's bytes."""
     if world_size == 1:

@@ -12,7 +12,8 @@ reduced metric to a scheduler there, which is not. `MissingValues` distinguishes
 
 A copy is valid if no missing value was written into a protected tensor or host value, and no *decision* was based on
 a missing value. Comparing it, or converting it to a bool or another plain number, is a decision: its consequences
-cannot be tracked. Uses that are not known to be harmless count as harmful.
+cannot be tracked. Uses that are not known to be harmless count as harmful. A copy with which nothing else is wrong than
+that there was a decision is *in doubt*: it is compared with those of its replicas.
 
 The tracking costs nothing until a collective is interrupted after the barrier: the modes are active from there to the
 next step.
@@ -27,7 +28,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -45,6 +46,15 @@ _READS |= {"__dlpack__", "__reduce_ex__", "numpy", "data_ptr", "untyped_storage"
 """Tensor methods that pass the content to code outside torch, where it cannot be tracked."""
 
 
+class Harm(NamedTuple):
+    """What may contain a missing value."""
+
+    where: str
+    """What it is, with the line of the script."""
+    is_doubt: bool
+    """Whether it is nothing but what the script has decided by missing values."""
+
+
 class MissingValues:
     """Tracks missing values in one process. Used by the training thread, except for `announce`."""
 
@@ -59,6 +69,7 @@ class MissingValues:
         """The storages with missing values, by identity. The references keep an identity from being reused."""
         self._protected_storages: set[int] = set()
         self._harm: str | None = None
+        self._decision: str | None = None
         self._modes: tuple[_Reads, _Flow] | None = None
         self._is_looking_away = False
         """While this class itself computes with tensors."""
@@ -95,14 +106,14 @@ class MissingValues:
                 with self._looking_away(), torch.no_grad():
                     tensor.detach().fill_(float("nan"))
 
-    def conclude(self, host: Callable[[], Any]) -> str | None:
+    def conclude(self, host: Callable[[], Any]) -> Harm | None:
         """Ends the tracking. Call it when the script requests the next step.
 
         Args:
             host: returns the protected host values.
 
         Returns:
-            None if the copy is valid; else what may contain a missing value, with the line of the script.
+            None if the copy is valid.
         """
         if self._num_adopted < self._num_announced:
             self._harmed("a collective that the script has not waited for")
@@ -111,9 +122,11 @@ class MissingValues:
             _remove(*self._modes)
             if any(isinstance(leaf, Missing) or self.is_missing(leaf) for leaf in held):
                 self._harmed("protected host state")
-        harm = self._harm
+        harm, decision = self._harm, self._decision
         self._begin()
-        return harm
+        if harm is not None:
+            return Harm(harm, is_doubt=False)
+        return None if decision is None else Harm(decision, is_doubt=True)
 
     # ---- what the modes tell ----------------------------------------------------------------------------------------
 
@@ -147,7 +160,7 @@ class MissingValues:
 
     def decided(self) -> None:
         """Records that the script can base a decision on a missing value."""
-        self._harmed("what the script has decided by it")
+        self._decision = self._decision or f"what the script has decided by it, at {line_of_script()}"
 
     def scalar(self, tensor: torch.Tensor) -> Missing:
         """The placeholder for the only element of a missing tensor."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from keepstep.errors import InternalError
 from keepstep.protocol import resume
-from keepstep.protocol.messages import Membership, Transfer
+from keepstep.protocol.messages import Membership, SafePointReached, Transfer
 from keepstep.protocol.recovery.placement.kept import KeptSnapshots, SnapshotRegister
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.progress import Progress
@@ -83,6 +83,51 @@ def reachable_step(
     each_live = (reach for of_shard in live.values() for reach in of_shard)
     common = resume.common_step(each_live, would_communicate=would_communicate)
     return greatest if common is None else common
+
+
+def equal_in_doubt(
+    roster: Roster, membership: Membership | None, generation: int, but: Collection[int] = ()
+) -> dict[int, Report]:
+    """Returns the workers whose copies are in doubt and nevertheless the state, each with what its report means then.
+
+    They are those of a shard of which no whole copy is left, and at least two in doubt, which are all equal. All of
+    them have decided the same by the missing value, as a rank does that decides by one that is there. A single copy, or
+    copies that differ, may be what no job without a failure would have.
+
+    Args:
+        roster: the workers with their last safe points.
+        membership: the last membership in which all ranks were ready; None: there was none.
+        generation: the current generation.
+        but: numbers of workers that do not count.
+    """
+    return {
+        worker: ((safe.step + 1,), safe.step + 1, safe.snapshots)
+        for held in _doubted(roster, membership, generation, but)
+        if len(held) > 1 and len({(safe.step, safe.doubt) for safe in held.values()}) == 1
+        for worker, safe in held.items()
+    }
+
+
+def is_in_doubt(roster: Roster, membership: Membership | None, generation: int) -> bool:
+    """Returns whether nothing but copies in doubt is left of some shard in the ranks' own memory."""
+    return any(_doubted(roster, membership, generation))
+
+
+def _doubted(
+    roster: Roster, membership: Membership | None, generation: int, but: Collection[int] = ()
+) -> Iterator[dict[int, SafePointReached]]:
+    """Yields the workers that hold a copy in doubt, with their reports, for each shard of which no other is left."""
+    found: dict[str, dict[int, SafePointReached]] = defaultdict(dict)
+    holders = [worker for worker in roster.holders() if worker.worker not in but]
+    for worker in holders:
+        if membership is not None and worker.safe is not None and worker.safe.doubt is not None:
+            found[membership.shard(worker.rank or 0)][worker.worker] = worker.safe
+    if not found or membership is None:
+        return
+    for worker in holders:
+        if (word := last_word(worker, generation)) is not None and word[0]:
+            found.pop(membership.shard(worker.rank or 0), None)
+    yield from found.values()
 
 
 def readable(

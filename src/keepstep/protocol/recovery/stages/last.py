@@ -10,6 +10,7 @@ from keepstep.protocol.recovery.end.drain import AGREEING
 from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.protocol.recovery.records import Failure
+from keepstep.protocol.recovery.stages.decision import is_in_doubt
 from keepstep.protocol.recovery.stages.stage import JobStage
 from keepstep.protocol.recovery.suspicion import Left, Silence
 from keepstep.protocol.recovery.transitions import Next, Stage, ToDraining, ToEnded
@@ -65,7 +66,8 @@ class Rescuing(JobStage):
     def __init__(self, job: JobState, reason: str, now_s: float) -> None:
         super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.deadlines.end_s)
         self.failure = reason
-        job.orders.to_all(Rescue(reason), reason)
+        in_doubt = is_in_doubt(job.roster, job.membership, job.generation)
+        job.orders.to_all(Rescue(reason, in_doubt), reason)
 
     def proceed(self, now_s: float) -> Next:
         """Ends the job when no rank is left that could save its state."""

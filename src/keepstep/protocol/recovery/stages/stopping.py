@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.protocol.messages import Cause, SafePointReached, Stop, WorkerSuspected
+import msgspec
+
+from keepstep.protocol.messages import Cause, DoubtLifted, SafePointReached, Stop, WorkerSuspected
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery.end import verdicts
 from keepstep.protocol.recovery.job import JobState
@@ -12,6 +14,8 @@ from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.protocol.recovery.records import Failure, Warmth
 from keepstep.protocol.recovery.stages.decision import (
     begins_again,
+    equal_in_doubt,
+    is_in_doubt,
     last_word,
     out_of_reach,
     reachable_step,
@@ -95,7 +99,8 @@ class Stopping(RecoveryStage):
             return None
         roster, generation = self.job.roster, self.job.generation
         words = {each.worker: last_word(each, generation) for each in roster.holders()}
-        return left_in_recovery(self.job, silence, words)
+        equal = equal_in_doubt(roster, self.job.membership, generation, silence.silent)
+        return left_in_recovery(self.job, silence, {**words, **equal})
 
     def proceed(self, now_s: float) -> Next:
         """Chooses the resume step when all ranks have stopped, and goes to it once each rank has a worker."""
@@ -106,6 +111,7 @@ class Stopping(RecoveryStage):
                 self.deadline_s = max(self._fenced_by_s, now_s)
             return None
         record.stopped_s = record.stopped_s or now_s
+        self._lift_doubts()
         if (idle := job.generation - job.progress.last_generation) > job.settings.max_recoveries_without_progress:
             return ToRescuing(f"{idle} failures in a row without a completed step: {record.detail}")
         refused = {each.generation for each in job.records if each.cause == Cause.STATE}
@@ -122,6 +128,21 @@ class Stopping(RecoveryStage):
         if begins_again(job.progress, job.roster, step):
             return ToEnded(verdicts.no_checkpoint_found(job.progress.trained_to))
         return self._fill_ranks(step, now_s)
+
+    def _lift_doubts(self) -> None:
+        """Lets copies in doubt count that are equal, where no other copy is left."""
+        job = self.job
+        equal = equal_in_doubt(job.roster, job.membership, job.generation)
+        if not equal:
+            return
+        workers = [job.roster.workers[number] for number in sorted(equal)]
+        for worker in workers:
+            assert worker.safe is not None
+            reach, current_step, _ = equal[worker.worker]
+            worker.safe = msgspec.structs.replace(worker.safe, reach=reach, current_step=current_step, doubt=None)
+        ranks = sorted(worker.rank or 0 for worker in workers)
+        reason = f"ranks {ranks} have decided the same by a value that was cut off: their copies are equal"
+        job.orders.to_all(DoubtLifted(job.generation, tuple(equal)), reason)
 
     def _fill_ranks(self, step: int, now_s: float) -> Next:
         """Gives every missing rank a warm spare. If there are too few, gives none yet, and starts processes."""
@@ -156,6 +177,11 @@ class Stopping(RecoveryStage):
 
     def _no_step_is_reached(self, now_s: float) -> Next:
         job = self.job
+        if is_in_doubt(job.roster, job.membership, job.generation):
+            return ToRescuing(
+                "what is left of the state is in doubt, for the script has decided something by a value that a failure "
+                f"has cut off, and no replica's copy equals it: {job.record.detail}"
+            )
         unread = out_of_reach(job.roster, job.snapshots, job.membership, job.generation)
         if job.progress.trained_to > 0 and not job.writes_checkpoints:
             detail = job.record.detail if unread is None else f"{job.record.detail}; {unread}"
