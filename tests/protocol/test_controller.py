@@ -314,8 +314,9 @@ def test_a_node_that_takes_its_leave_is_replaced_at_once_and_not_blamed() -> Non
     leaving = cluster.nodes["node-1"]
     began_s = cluster.now_s
     for _ in range(2):  # it could be lost twice, and come back
-        leaving.agent.depart("ended by SIGTERM")
+        leaving.agent.depart("ended by SIGTERM", cluster.now_s)
         cluster.go()
+        cluster.wait(HEARTBEAT_S * SOONEST)
         assert leaving.has_left
         assert leaving.workers == {}
         leaving = cluster.add_node("node-1", incarnation=leaving.agent.incarnation + 1)

@@ -185,7 +185,7 @@ class ToyCluster:
         self.crash_at = None
         self.controller = ControllerMachine.from_journal(self.settings, self.entries(), self.now_s, self.lease_s)
         for node in self.nodes.values():
-            node.agent.reconnected()
+            node.agent.reconnected(self.now_s)
             self.controller.reconnected(node.name)
         return self
 

@@ -751,6 +751,10 @@ def a_drained_node_keeps_its_ranks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Processes, "close_node", lambda self, name, reason: None)
 
 
+def a_drained_node_leaves_before_its_last_reports_are_heard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(agent, "DELIVER_S", 0.0)
+
+
 # ---- Sick devices ---------------------------------------------------------------------------------------------------
 
 
@@ -1192,6 +1196,7 @@ MUTANTS: dict[Plant, Check] = {
     an_answer_to_a_drain_in_a_bundle_counts_for_no_rank: Check.DRAIN,
     a_drain_breaks_the_collectives_off: Check.DRAIN,
     a_drained_node_keeps_its_ranks: Check.DRAIN,
+    a_drained_node_leaves_before_its_last_reports_are_heard: Check.ENDED,
 }
 
 
@@ -1290,6 +1295,14 @@ def a_node_is_drained(seed: int) -> Case:
     nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(4))
     layout = ClusterLayout(nodes, ("0",) * 2, settings, num_steps=40)
     return Case(seed, layout, (SimulatedFault("node drain", 6.0 + seed % 10 / 10, pick=seed % 2, lasts_s=5.0),))
+
+
+def a_node_is_drained_as_the_job_completes(seed: int) -> Case:
+    """No other node has room for its rank, and the node may stay for longer than the job takes."""
+    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=0, ranks_per_node=1)
+    nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(2))
+    layout = ClusterLayout(nodes, ("0",) * 2, settings, num_steps=10)
+    return Case(seed, layout, (SimulatedFault("node drain", 3.0 + seed % 20 / 10, pick=seed % 2, lasts_s=30.0),))
 
 
 def a_device_is_sick(seed: int) -> Case:
@@ -1462,6 +1475,7 @@ CASES: dict[Plant, Callable[[int], Case]] = {
     a_source_that_is_silent_is_lost_though_it_has_the_last_copy: the_last_copy_is_silent_in_a_recovery,
     a_spare_close_to_a_lost_node_is_preferred: a_node_is_lost_and_two_have_spares,
     a_drained_node_keeps_its_ranks: a_node_is_drained,
+    a_drained_node_leaves_before_its_last_reports_are_heard: a_node_is_drained_as_the_job_completes,
     a_drain_breaks_the_collectives_off: a_job_is_drained_while_ranks_reduce,
     a_drain_ends_where_the_first_rank_holds: a_job_is_drained_while_one_rank_is_ahead,
 }

@@ -154,12 +154,15 @@ class Agent:
 
     def drain(self, reason: str) -> None:
         """Makes this node leave once its ranks have moved. `run` returns when the controller has acknowledged it."""
-        self._machine.drain(reason)
+        self._machine.drain(reason, time.monotonic())
         self._act()
 
     def depart(self, reason: str) -> None:
-        """Ends this node's workers and leaves the job. `run` returns when the controller has acknowledged it."""
-        self._machine.depart(reason)
+        """Ends this node's workers, delivers what they have reported, and leaves the job.
+
+        `run` returns when the controller has acknowledged that.
+        """
+        self._machine.depart(reason, time.monotonic())
         self._act()
 
     async def stop(self) -> None:
@@ -179,7 +182,7 @@ class Agent:
             message = await self._connection.receive()
             match message:
                 case Connected():
-                    self._machine.reconnected()
+                    self._machine.reconnected(time.monotonic())
                     self._phases.reconnected()
                     for request in self._asked.values():
                         self._connection.send(request)

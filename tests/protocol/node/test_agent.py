@@ -10,7 +10,7 @@ from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages as msg
 from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.messages import Cause, Tag
-from keepstep.protocol.node.agent import HEARTBEAT_S, HOLD_S, SOONEST, AgentMachine
+from keepstep.protocol.node.agent import DELIVER_S, HEARTBEAT_S, HOLD_S, SOONEST, AgentMachine
 from keepstep.protocol.node.effects import (
     AgentEffect,
     Depart,
@@ -314,7 +314,7 @@ def test_a_new_connection_begins_with_what_has_arrived() -> None:
     node = Node()
     node.order(msg.Resume(1))
     node.heard()
-    node.agent.reconnected()
+    node.agent.reconnected(node.now_s)
     assert node.agent.packets(node.now_s) == [msg.Packet(NODE, INCARNATION, 1, 1, (), misses=False)]
 
 
@@ -518,37 +518,127 @@ def test_a_node_that_is_not_wanted_any_more_leaves() -> None:
 
 def test_a_node_that_takes_its_leave_says_so_until_it_was_heard_and_nothing_else() -> None:
     node = Node(ranks=1)
-    node.agent.depart("ended by SIGTERM")
+    node.order()
+    node.wait(HEARTBEAT_S)
+    node.order()
+    node.agent.depart("ended by SIGTERM", node.now_s)
     farewell = Depart(msg.NodeLeft(NODE, INCARNATION, "ended by SIGTERM"))
-    assert node.agent.take() == [farewell, Kill(0)]
+    assert node.agent.take() == [Kill(0), farewell]
     assert node.exit(0, "killed by SIGKILL", IN_A_STEP) == []
     assert node.wait(1000.0) == []
-    node.agent.reconnected()
+    node.agent.reconnected(node.now_s)
     assert node.agent.take() == [farewell]
     node.agent.receive(msg.NodeEvicted(NODE, INCARNATION, "ended by SIGTERM", is_final=True), node.now_s)
     assert node.agent.take() == [Leave(1, "ended by SIGTERM")]
     assert node.agent.packets(node.now_s + 1000.0) == []
 
 
+FAREWELL = Depart(msg.NodeLeft(NODE, INCARNATION, "ended by SIGTERM"))
+
+
+def drained(node: Node) -> None:
+    """The node drains, and the controller has heard of it."""
+    node.agent.drain("ended by SIGTERM", node.now_s)
+    assert msg.NodeDraining(NODE, "ended by SIGTERM") in node.heard()
+    node.order()
+    node.now_s += 1.0
+    node.heard()
+    node.order()
+
+
+def test_a_drained_node_whose_rank_ends_the_job_tells_that_before_it_leaves() -> None:
+    node = Node(ranks=1)
+    drained(node)
+    assert node.exit(0) == [msg.WorkerDone(0, 4)]
+    assert node.agent.take() == []
+    assert node.order(msg.EndJob(0, "all ranks are done")) == [Leave(0, "all ranks are done")]
+    node.now_s += 1000.0
+    node.agent.tick(node.now_s)
+    assert node.agent.take() == []
+
+
+def test_a_drained_node_leaves_as_soon_as_its_last_report_is_acknowledged() -> None:
+    node = Node(ranks=1)
+    drained(node)
+    node.exit(0)
+    node.order()
+    assert node.agent.take() == []
+    assert node.wait(HEARTBEAT_S * SOONEST + POLL_INTERVAL_S) == []
+    assert node.order() == [FAREWELL]
+    assert node.agent.packets(node.now_s + 1000.0) == []
+
+
+def test_a_node_that_leaves_at_once_delivers_what_its_workers_have_said() -> None:
+    node = Node(ranks=2)
+    node.order()
+    node.agent.said(0, safe(0), node.now_s)  # held, because rank 1 may give the same answer
+    node.agent.depart("ended by SIGTERM", node.now_s)
+    assert node.agent.take() == [Kill(0), Kill(1)]
+    assert node.heard() == [safe(0)]
+    assert node.order(msg.FenceWorker(0, "rank 1 is lost")) == [FAREWELL]
+
+
+def test_a_node_whose_reports_are_not_acknowledged_leaves_after_its_deadline() -> None:
+    node = Node(ranks=1)
+    drained(node)
+    node.exit(0)
+    due_s = node.now_s + DELIVER_S
+    while (next_s := node.agent.next_deadline()) < due_s:
+        node.agent.tick(next_s)
+        node.agent.packets(next_s)
+        assert node.agent.take() == []
+    assert next_s == due_s
+    node.agent.tick(due_s)
+    assert node.agent.take() == [FAREWELL]
+
+
+def test_a_node_that_leaves_tells_its_reports_again_on_a_new_connection() -> None:
+    node = Node(ranks=1)
+    drained(node)
+    node.agent.exited(0, Cause.EXIT, "", BETWEEN, node.now_s)
+    node.agent.packets(node.now_s)  # lost with the connection
+    node.agent.tick(node.now_s + DELIVER_S)
+    assert node.agent.take() == [FAREWELL]
+    node.now_s += 10.0
+    node.agent.reconnected(node.now_s)
+    assert node.agent.take() == []
+    assert node.heard() == [msg.WorkerDone(0, 4)]
+    assert node.order(msg.Resume(3)) == [FAREWELL]
+
+
+def test_a_node_that_leaves_says_nothing_more_for_an_incarnation_that_was_evicted() -> None:
+    node = Node(ranks=1)
+    drained(node)
+    node.exit(0)
+    node.agent.receive(EVICTED, node.now_s)
+    assert node.agent.take() == [FAREWELL]
+    evicted = Node(ranks=1)
+    evicted.agent.receive(EVICTED, evicted.now_s)
+    evicted.agent.take()
+    evicted.agent.depart("ended by SIGTERM", evicted.now_s)
+    assert FAREWELL in evicted.agent.take()
+
+
 def test_a_drained_node_leaves_when_its_ranks_have_moved() -> None:
     node = Node(ranks=1)
-    node.agent.drain("ended by SIGTERM")
+    node.agent.drain("ended by SIGTERM", node.now_s)
     assert msg.NodeDraining(NODE, "ended by SIGTERM") in node.heard()
     assert node.agent.take() == []
     node.order(msg.FenceWorker(0, "its node drains"))
-    node.exit(0, "killed by SIGKILL", IN_A_STEP)
-    assert Depart(msg.NodeLeft(NODE, INCARNATION, "ended by SIGTERM")) in node.agent.take()
+    assert node.exit(0, "killed by SIGKILL", IN_A_STEP) == [msg.WorkerFenced(0)]
+    assert FAREWELL in node.order(msg.Resume(2))
 
 
 def test_a_drained_node_without_ranks_leaves_at_once() -> None:
     node = Node(ranks=0)
-    node.agent.drain("ended by SIGTERM")
-    assert Depart(msg.NodeLeft(NODE, INCARNATION, "ended by SIGTERM")) in node.agent.take()
+    node.agent.drain("ended by SIGTERM", node.now_s)
+    assert node.heard() == [msg.NodeDraining(NODE, "ended by SIGTERM")]
+    assert FAREWELL in node.order(msg.Resume(2))
 
 
 def test_a_drained_node_stays_until_a_drained_job_has_ended() -> None:
     node = Node(ranks=1)
-    node.agent.drain("ended by SIGTERM")
+    node.agent.drain("ended by SIGTERM", node.now_s)
     assert Signal((0,)) in node.order(msg.Terminate("ended by SIGTERM"))
     node.exit(0, "killed by SIGTERM", Tag(1, 3, Phase.UPDATED))
     assert node.agent.take() == []

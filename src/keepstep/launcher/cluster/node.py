@@ -18,14 +18,16 @@ from keepstep.launcher.cluster.hosting import HostedController
 from keepstep.launcher.cluster.weights import HostedWeights
 from keepstep.launcher.signals import EndSignals, end_signals, ended_by
 from keepstep.protocol.messages import EndJob
+from keepstep.protocol.node.agent import DELIVER_S
 from keepstep.protocol.recovery import EXIT_FAILED
 from keepstep.transports.rpc.client import RpcControllerConnection
 from keepstep.trust.credentials import Credentials
 
 _T = TypeVar("_T")
 
-DEPART_S = 2.0
-"""How long a node that leaves waits for the controller's acknowledgement. Without one, its lease expires later."""
+DEPART_S = 2 * DELIVER_S
+"""How long a node that leaves delivers its last reports, and waits for the controller's acknowledgement. Without one,
+its lease expires later."""
 LAST_WORDS_S = 10.0
 """How long, at the end of the job, this node waits for each acknowledgement and for the controller's exit."""
 

@@ -42,6 +42,9 @@ HEARTBEAT_S = 0.9
 SOONEST = 0.25
 """The least time between a packet and the next heartbeat, as a share of `HEARTBEAT_S`."""
 MIDDLE_OF_A_STEP = "exit code 0 in the middle of a step"
+DELIVER_S = 1.0
+"""How long a node that leaves tries to deliver its last reports. Then it leaves without their acknowledgement: the
+launcher waits twice as long for the agent, and the controller should still get `NodeLeft`."""
 HOLD_S = 0.05
 """How long an answer waits for those of the node's other ranks, to be sent with them as one."""
 
@@ -52,6 +55,16 @@ class _Process:
     device: int
     told_lost: bool = False
     fenced: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class _Farewell:
+    """What the node says when it leaves the job."""
+
+    message: msg.NodeLeft
+    by_s: float
+    """When it is said even if reports before it are not acknowledged."""
+    is_said: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,7 +109,12 @@ class AgentMachine:
         self._suspicions: list[msg.WorkerSuspected] = []
         """Reports that wait until the agent has read which snapshots the workers have in memory."""
         self._evicted = False
-        self._departing: msg.NodeLeft | None = None
+        self._farewell: _Farewell | None = None
+        """Set when the node begins to leave the job."""
+        self._has_ended = False
+        """Whether the controller has ended the job, so that the node no longer leaves by itself."""
+        self._is_dismissed = False
+        """Whether the controller has evicted the node for good, or has acknowledged that it leaves."""
         self._is_terminating = False
         """Whether a `Terminate` has come: every script gets SIGTERM."""
         self._draining: str | None = None
@@ -116,36 +134,63 @@ class AgentMachine:
 
     def packets(self, now_s: float) -> list[msg.Packet]:
         """Returns the packets to send to the controller now."""
-        if self._departing is not None:
+        if self._is_silent:
             return []
         due = now_s >= self._heartbeat_s
         packets = self.channel.packets(now_s, heartbeat=due)
         if packets:
-            self._heartbeat_s = self._beat_after(now_s + HEARTBEAT_S * SOONEST)
+            soonest_s = now_s + HEARTBEAT_S * SOONEST
+            # The controller acknowledges reports with the next heartbeat, and a node that leaves waits for that.
+            self._heartbeat_s = soonest_s if self._farewell is not None else self._beat_after(soonest_s)
         return packets
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether the node has nothing more to say to the controller."""
+        has_left = self._farewell is not None and self._farewell.is_said and not self._has_ended
+        return self._is_dismissed or has_left
 
     def _beat_after(self, earliest_s: float) -> float:
         """Returns when the next heartbeat is due. Each node has its own offset, so that heartbeats stay spread out."""
         return earliest_s + (self._beat_s - earliest_s) % HEARTBEAT_S
 
-    def reconnected(self) -> None:
+    def reconnected(self, now_s: float) -> None:
         """Records a new connection, maybe to another controller. The agent sends a packet at once."""
         self.channel.reconnected()
         self._heartbeat_s = 0.0
-        if self._departing is not None:
-            self._effects.append(Depart(self._departing))
+        if self._farewell is not None:
+            self._farewell = _Farewell(self._farewell.message, now_s + DELIVER_S)
+            self._say_farewell(now_s)
 
-    def depart(self, reason: str) -> None:
-        """Ends all workers and leaves the job. The effect `Leave` follows when the controller has acknowledged it."""
-        self._departing = msg.NodeLeft(self.node, self.incarnation, reason)
-        self._effects.append(Depart(self._departing))
+    def depart(self, reason: str, now_s: float) -> None:
+        """Ends all workers and leaves the job, with the effect `Depart`.
+
+        `Depart` comes when the controller has acknowledged what the workers have reported before, or after `DELIVER_S`.
+        The effect `Leave` follows when the controller has acknowledged that the node leaves.
+        """
+        if self._farewell is not None:
+            return
+        is_void = self._evicted  # the controller takes no more reports of this incarnation
+        self._release()
         self._end_everything()
+        message = msg.NodeLeft(self.node, self.incarnation, reason)
+        self._farewell = _Farewell(message, now_s if is_void else now_s + DELIVER_S)
+        self._heartbeat_s = now_s
+        self._say_farewell(now_s)
 
-    def drain(self, reason: str) -> None:
+    def _say_farewell(self, now_s: float) -> None:
+        farewell = self._farewell
+        if farewell is None or farewell.is_said or self._has_ended or self._is_dismissed:
+            return
+        if self.channel.is_heard or now_s >= farewell.by_s:
+            farewell.is_said = True
+            self._effects.append(Depart(farewell.message))
+
+    def drain(self, reason: str, now_s: float) -> None:
         """Begins to drain the node: it leaves when its ranks have moved to other nodes, or at once if it has none."""
         self._draining = reason
         self._say(msg.NodeDraining(self.node, reason))
-        self._leave_if_drained()
+        self._leave_if_drained(now_s)
 
     def close_devices(self, devices: tuple[int, ...], reason: str) -> None:
         """Closes unhealthy devices, counted from 0. No process starts there any more, and a rank there moves when a
@@ -169,19 +214,23 @@ class AgentMachine:
                 self._say(msg.WorkerLost(number, Cause.DEVICE, reason, False, tags[number], now_s))
         self.close_devices(devices, reason)
 
-    def _leave_if_drained(self) -> None:
+    def _leave_if_drained(self, now_s: float) -> None:
         is_empty = all(process.rank is None for process in self._processes.values())
-        if self._draining is not None and is_empty and self._departing is None and not self._is_terminating:
-            self.depart(self._draining)
+        is_ending = self._is_terminating or self._has_ended
+        if self._draining is not None and is_empty and not is_ending:
+            self.depart(self._draining, now_s)
 
     def next_deadline(self) -> float:
         """Returns when `tick` and `packets` are next due, apart from the regular `observe` calls."""
-        if self._departing is not None:
+        if self._is_silent:
             return math.inf
+        if self._farewell is not None and not self._farewell.is_said:
+            return min(self._heartbeat_s, self._farewell.by_s)
         return min(self._heartbeat_s, self._held_since_s + HOLD_S) if self._held else self._heartbeat_s
 
     def tick(self, now_s: float) -> None:
         """Judges the workers by the observations so far, and sends answers that were held for too long."""
+        self._say_farewell(now_s)
         if self._evicted:
             return
         self._judge(now_s)
@@ -204,20 +253,28 @@ class AgentMachine:
 
     def receive(self, packet: msg.Packet | msg.NodeEvicted, now_s: float) -> None:
         """Processes a packet of the controller. Drops a packet for another incarnation."""
-        if packet.incarnation != self.incarnation:
-            return
-        if isinstance(packet, msg.NodeEvicted) and packet.is_final:
-            self._effects.append(Leave(EXIT_FAILED, packet.reason))
-            self._end_everything()
-            self._departing = self._departing or msg.NodeLeft(self.node, self.incarnation, packet.reason)
-            return
-        if self._evicted:
+        if packet.incarnation != self.incarnation or self._is_dismissed:
             return
         if isinstance(packet, msg.NodeEvicted):
-            self._leave_and_join_again(now_s)
+            self._was_evicted(packet, now_s)
+            return
+        if self._evicted and self._farewell is None:
             return
         for order in self.channel.receive(packet, now_s):
-            self._obey(order, now_s)  # type: ignore[arg-type]  # the wrong kind is refused there
+            if self._farewell is None or isinstance(order, msg.EndJob):
+                self._obey(order, now_s)  # type: ignore[arg-type]  # the wrong kind is refused there
+        self._say_farewell(now_s)
+
+    def _was_evicted(self, packet: msg.NodeEvicted, now_s: float) -> None:
+        if packet.is_final:
+            self._is_dismissed = True
+            self._effects.append(Leave(EXIT_FAILED, packet.reason))
+            self._end_everything()
+        elif self._farewell is not None:
+            self._farewell.by_s = now_s  # the controller takes no more reports of this incarnation
+            self._say_farewell(now_s)
+        elif not self._evicted:
+            self._leave_and_join_again(now_s)
 
     # ---- orders -----------------------------------------------------------------------------------------------------
 
@@ -233,6 +290,7 @@ class AgentMachine:
                 self._fence(order.worker)
             case msg.EndJob():
                 self._heartbeat_s = now_s  # the controller waits for the acknowledgement
+                self._has_ended = True
                 self._effects.append(Leave(order.exit_code, order.reason))
             case msg.Assign():
                 if (process := self._processes.get(order.worker)) is not None:
@@ -317,7 +375,7 @@ class AgentMachine:
         self._effects += [Kill(number) for number in self._processes]
 
     def _join_again_if_empty(self, now_s: float) -> None:
-        if self._processes or self._departing is not None:
+        if self._processes or self._farewell is not None or self._is_dismissed:
             return
         self._evicted = False
         self._effects.append(ReleaseMemory(None))
@@ -373,7 +431,7 @@ class AgentMachine:
         else:
             self._tell_of_snapshots(number, snapshots)
             self._say(msg.WorkerLost(number, cause, detail or MIDDLE_OF_A_STEP, True, tag, at_s))
-        self._leave_if_drained()
+        self._leave_if_drained(at_s)
 
     def training_thread_died(self, number: int, tag: Tag, at_s: float, snapshots: msg.SnapshotsByRank = ()) -> bool:
         """Reports a worker whose training thread has died in a step as lost, and returns whether it did.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.protocol import messages as msg
 from keepstep.protocol.messages import Cause
-from keepstep.protocol.node.agent import AgentMachine
+from keepstep.protocol.node.agent import DELIVER_S, AgentMachine
 from keepstep.protocol.node.effects import (
     Depart,
     HandOver,
@@ -29,8 +29,8 @@ from keepstep.sim.cluster.snapshots import SimulatedMemory
 if TYPE_CHECKING:
     from keepstep.sim.world import World
 
-DEPART_S = 2.0
-"""How long a leaving node waits for the controller's answer."""
+DEPART_S = 2 * DELIVER_S
+"""How long a node that must leave delivers its reports and waits for the controller's answer."""
 
 
 class SimulatedNode:
@@ -43,6 +43,8 @@ class SimulatedNode:
         self.is_up = False
         self.is_leaving = False
         """Whether the node drains, so that the controller starts no more processes there."""
+        self._is_departing = False
+        """Whether its grace period is over."""
         self.workers: dict[int, SimulatedProcess] = {}
         """worker -> its process, for the current incarnation of the agent."""
         self.memories: dict[int, SimulatedMemory] = {}
@@ -78,7 +80,7 @@ class SimulatedNode:
         """Starts the agent, for the first time or after the node or the agent was lost."""
         if self.is_up:
             return
-        self.is_up, self.is_leaving = True, False
+        self.is_up, self.is_leaving, self._is_departing = True, False, False
         self._incarnation = self._machine.incarnation + 1
         self._machine = self._agent()
         self.workers = {}
@@ -101,14 +103,16 @@ class SimulatedNode:
         """Drains the node, as after SIGTERM to the agent."""
         if self.is_up:
             self.is_leaving = True
-            self._machine.drain("SIGTERM")
+            self._machine.drain("SIGTERM", self.clock_s)
             self._proceed()
 
     def depart(self) -> None:
         """Ends the grace period of a draining node."""
         if self.is_up:
+            self._is_departing = True
             self.world.oracle.drain.node_departs(self.name)
-            self._machine.depart("SIGTERM")
+            self._machine.depart("SIGTERM", self.clock_s)
+            self.world.schedule.after(DEPART_S, Event(self.name, "leave", (self._incarnation,)))
             self._proceed()
 
     def close(self, device: int, *, has_failed: bool) -> None:
@@ -148,7 +152,7 @@ class SimulatedNode:
     def reconnected(self) -> None:
         """Handles a new connection to the controller."""
         if self.is_up:
-            self._machine.reconnected()
+            self._machine.reconnected(self.clock_s)
             self._proceed()
 
     def worker_says(self, number: int, report: msg.AnyMessage) -> None:
@@ -225,7 +229,6 @@ class SimulatedNode:
                 case Depart():
                     self.world.oracle.node_began_new_life(self.name)
                     self.world.network.send(self.name, CONTROLLER, effect.message)
-                    self.world.schedule.after(DEPART_S, Event(self.name, "leave", (self._incarnation,)))
         for packet in self._machine.packets(self.clock_s):
             self.world.network.send(self.name, CONTROLLER, packet)
         due_s = self._machine.next_deadline()
@@ -312,6 +315,8 @@ class SimulatedNode:
             if snapshots:
                 self.memories[number] = worker.memory
             cause, detail = worker.exit
+            if not detail and not self._is_departing:
+                self.world.oracle.drain.ends_well(worker)
             self._machine.exited(number, cause, detail, worker.tag, self.clock_s, snapshots)
             self._proceed()
 

@@ -35,6 +35,8 @@ class DrainWatch:
         """node -> (when its drain was requested, whether all ranks trained undisturbed then)."""
         self._stood: dict[int, int] = {}
         """rank -> the step at which it was when the job ended there."""
+        self._ended_well: set[int] = set()
+        """The ranks whose script has ended well, as their agent knew before its node's grace period ended."""
 
     def troubled(self, lasts_s: float) -> None:
         """Records a fault that begins now and lasts for this time."""
@@ -84,6 +86,24 @@ class DrainWatch:
             raise ViolationError(
                 Check.DRAIN, f"{node} leaves with ranks {sorted(map(str, there))}, and spares are warm"
             )
+
+    def ends_well(self, worker: SimulatedProcess) -> None:
+        """Records that an agent has read the exit status of a process, whose script has ended well."""
+        if worker.machine.rank in self._world.oracle.finished_ranks:
+            assert worker.machine.rank is not None
+            self._ended_well.add(worker.machine.rank)
+
+    @property
+    def loses_a_finished_job(self) -> bool:
+        """Whether a failure of the job can only mean that a drained node has not reported the end of its last rank.
+
+        Without a drained node, nothing excuses such a failure anyway. A loss of packets may delay the report for longer
+        than the node may stay.
+        """
+        layout = self._world.layout
+        asked_s = min((at_s for at_s, _ in self._node_asked.values()), default=-math.inf)
+        is_undisturbed = self._troubled_until_s < asked_s and not layout.network.loss and not self.is_asked
+        return is_undisturbed and len(self._ended_well) == layout.world_size
 
     def begins_step(self, worker: SimulatedProcess, step: int) -> None:
         """Checks that a rank may begin a step.

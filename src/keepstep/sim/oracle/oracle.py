@@ -556,6 +556,8 @@ class Oracle:
 
     def _may_not_end(self, order: EndJob) -> str | None:
         """Returns why the job should have continued; None if it may end."""
+        if self.drain.loses_a_finished_job and not self._excuses:
+            return "every rank has ended well"
         settings = self._world.layout.settings
         has_room = self._world.room() >= settings.world_size
         idle = self._world.num_recoveries - self._recoveries_at_last_step
