@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 
@@ -16,6 +17,7 @@ from keepstep.launcher.cluster.weights import Publishers
 from keepstep.protocol.transfer.directory import PublishingNode
 from keepstep.transports.rpc.directory import DirectoryCaller, WeightsDirectory
 from keepstep.transports.rpc.server import RpcNodeConnections
+from keepstep.transports.rpc.strangers import StrangerLimit
 from keepstep.trust import certificates
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, check
@@ -57,6 +59,22 @@ async def find(by: DirectoryCaller, own_address: str | None = None) -> tuple[Pub
 def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
     """A coroutine function, to its end."""
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_a_connection_is_admitted_by_a_call_with_a_valid_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    admitted: list[str] = []
+    monkeypatch.setattr(StrangerLimit, "admit", lambda self, address, until_s: admitted.append(address))
+
+    async def test() -> None:
+        async with controller() as endpoint:
+            with pytest.raises(TokenRefused):
+                await find(caller(endpoint, secret=Secret.new()))
+            assert admitted == []
+            await find(caller(endpoint))
+            (address,) = admitted
+            assert re.fullmatch(r"127\.0\.0\.1:\d+", address)
+
+    run(test)
 
 
 def test_publishers_announce_themselves_and_others_hear_of_them() -> None:

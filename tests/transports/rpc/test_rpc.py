@@ -7,6 +7,7 @@ import random
 import resource
 import socket
 import struct
+from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable
 
 import grpc
@@ -298,30 +299,86 @@ def test_a_connection_without_a_call_is_ended(is_tls: bool, monkeypatch: pytest.
     play(scene, is_tls=is_tls)
 
 
-def test_strangers_keep_agents_out_for_a_while_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
-    monkeypatch.setattr(server, "ADMISSION_S", 1.0)
+def test_strangers_that_do_not_leave_keep_no_agent_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fill all connections that gRPC accepts, and none of them ends by itself."""
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 30)
+    monkeypatch.setattr(server, "MAX_STRANGERS", 10)
+    monkeypatch.setattr(server, "ADMISSION_S", 1000.0)
+
+    async def visit(controller: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", controller.port, local_addr=("127.0.0.2", 0))
+        try:
+            await expect_end(reader)
+        finally:
+            writer.close()
 
     async def scene(controller: Served) -> None:
         line = controller.line(controller.credentials("a"))
         async with connected(line):
             assert await controller.connections.receive() == Arrival("a", Connected())
             assert await line.receive() == Connected()
-            strangers = [await asyncio.open_connection("127.0.0.1", controller.port) for _ in range(5)]
-            line.send(ClockAsked("a", 7))
-            assert await controller.connections.receive() == Arrival("a", ClockAsked("a", 7))
-            for reader, writer in strangers:
-                await expect_end(reader)
-                writer.close()
-            await still_serves(controller)
+            for _ in range(3):
+                strangers = [asyncio.create_task(visit(controller)) for _ in range(60)]
+                while sum(each.done() for each in strangers) < 15:  # there are as many as gRPC accepts
+                    await asyncio.wait({each for each in strangers if not each.done()}, return_when=FIRST_COMPLETED)
+                await still_serves(controller)  # a node that connects again
+                line.send(ClockAsked("a", 7))  # over its first connection
+                assert await controller.connections.receive() == Arrival("a", ClockAsked("a", 7))
+                for each in strangers:
+                    each.cancel()
+                await asyncio.wait(strangers)
+            assert line._arrived.empty()  # the agent has not connected again
 
     play(scene)
 
 
 def test_connections_leave_open_files_for_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit, num in ((1 << 20, server.MAX_CONNECTIONS), (1024, 1024 - server.OTHER_DESCRIPTORS), (64, 1)):
+    most = server.MAX_CONNECTIONS + server.MAX_STRANGERS
+    few = 1024 - server.OTHER_DESCRIPTORS
+    limits = ((1 << 20, most, server.MAX_STRANGERS), (1024, few, few // 5), (64, 2, 1))
+    for limit, num, num_strangers in limits:
         monkeypatch.setattr(resource, "getrlimit", lambda _which, limit=limit: (limit, limit))
-        assert server.num_connections() == num
+        assert (server.num_connections(), server.num_strangers()) == (num, num_strangers)
+
+
+@pytest.mark.parametrize("ends", ["reading", "writing"])
+def test_an_unforeseen_error_of_a_connection_is_seen(
+    ends: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def break_down(*arguments: object) -> None:
+        raise KeyError("a bug, \x1b[2J")
+
+    if ends == "reading":
+        monkeypatch.setattr(server.RpcNodeConnections, "_read", break_down)
+    else:
+        monkeypatch.setattr(server, "_write", break_down)
+
+    async def scene(controller: Served) -> None:
+        async with channel_to(controller) as channel:
+            call = channel.stream_stream(PATH)(metadata=bearer(controller, "a"))
+            await call.code()
+
+    play(scene)
+    told = capfd.readouterr().err
+    assert "keepstep: an error has ended the connection to node a:\nTraceback" in told
+    assert "in break_down" in told
+    assert "KeyError: 'a bug, \\x1b[2J'" in told
+
+
+@BOTH
+def test_the_end_of_a_connection_is_no_error(is_tls: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    async def scene(controller: Served) -> None:
+        line = controller.line(controller.credentials("a"))
+        async with connected(line):
+            await controller.connections.receive()
+            await line.receive()
+        for number in range(1000):
+            controller.connections.send("a", PhasesObserved("a", number, bytes(20_000)))  # fails: the node is gone
+            await asyncio.sleep(0)
+        await still_serves(controller)
+
+    play(scene, is_tls=is_tls)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_is_reported() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from keepstep.protocol.transfer.directory import (
     decode_question,
     encode,
 )
-from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, SERVICE, SETTINGS, bearer_in
+from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, SERVICE, SETTINGS, address_of, bearer_in
 from keepstep.trust.certificates import CONTROLLER_NAME
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role
@@ -50,6 +49,8 @@ class WeightsDirectory:
         on_announced: called with a node that announces itself: when its address changes, and every `TELL_S`.
         """
         self._who, self._on_refused, self._on_announced = who, on_refused, on_announced
+        self.on_admitted: Callable[[str], None] = lambda address: None
+        """Called with the address of each caller whose token is valid."""
         self._nodes = PublishingNodes()
         self._told: dict[str, tuple[str, float]] = {}
 
@@ -67,6 +68,7 @@ class WeightsDirectory:
         now_s = time.monotonic()
         try:
             claim = self._who(bearer_in(context.invocation_metadata()))
+            self.on_admitted(address_of(context.peer()))
             asked = decode_question(request)
             if asked.address is not None:
                 if claim.role is not Role.PUBLISHER:
@@ -79,7 +81,7 @@ class WeightsDirectory:
                     self._on_announced(node)
         except (TokenRefused, RemoteProtocolError) as error:
             is_stranger = isinstance(error, TokenRefused)
-            self._on_refused(urllib.parse.unquote(context.peer().partition(":")[2]), str(error))
+            self._on_refused(address_of(context.peer()), str(error))
             status = grpc.StatusCode.UNAUTHENTICATED if is_stranger else grpc.StatusCode.INVALID_ARGUMENT
             await context.abort(status, str(error))
         return encode(self._nodes.present(now_s))

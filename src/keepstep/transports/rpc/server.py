@@ -2,8 +2,9 @@
 
 gRPC itself closes connections that never become a call. It closes one that does not begin with a handshake at once, an
 unfinished handshake after `ADMISSION_S`, a connection without a call after the same time again, and connections beyond
-`num_connections` right after it has accepted them. ``benchmarks/strangers.py`` measures the effect of such connections
-on agents; the results are in ``benchmarks/results``. gRPC does not report their addresses.
+`num_connections` right after it has accepted them. Connections without a token have a lower limit of their own, see
+`keepstep.transports.rpc.strangers`. ``benchmarks/strangers.py`` measures the effect of such connections on agents; the
+results are in ``benchmarks/results``. gRPC does not report their addresses.
 """
 
 from __future__ import annotations
@@ -11,21 +12,24 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-import urllib.parse
-from collections.abc import AsyncIterable, Callable
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError, TokenRefused
-from keepstep.protocol.messages import AnyMessage
+from keepstep.protocol.messages import AnyMessage, printable
 from keepstep.transports.codec import encode
 from keepstep.transports.framing import framed
 from keepstep.transports.interface import Arrival, Connected
 from keepstep.transports.rpc.directory import METHOD as DIRECTORY_METHOD
 from keepstep.transports.rpc.directory import WeightsDirectory
-from keepstep.transports.rpc.wire import METHOD, OPEN, SERVICE, SETTINGS, Outbox, bearer_in, messages_in
+from keepstep.transports.rpc.strangers import LOOK_S, StrangerLimit
+from keepstep.transports.rpc.wire import METHOD, OPEN, SERVICE, SETTINGS, Outbox, address_of, bearer_in, messages_in
 from keepstep.trust.certificates import ServerFiles
 
 MAX_UNREAD_BYTES = 64 << 20
@@ -37,7 +41,9 @@ STOP_S = 0.5
 ADMISSION_S = 10.0
 """How long a handshake may take over a slow network, and how long a connection may be open without a call."""
 MAX_CONNECTIONS = 4096
-"""Most connections, of agents and of clients without a token. A silent connection takes about 20 KB."""
+"""Most connections of agents. A silent connection takes about 20 KB."""
+MAX_STRANGERS = 1024
+"""Most connections of clients that have not shown a token, apart from those. For further ones, old ones are closed."""
 OTHER_DESCRIPTORS = 256
 """File descriptors that the controller reserves for the journal, its stores and its status socket."""
 
@@ -77,10 +83,14 @@ class RpcNodeConnections:
         directory: answers calls for the nodes that publish weights; None: the server does not offer that call.
         """
         self._directory = directory
+        if directory is not None:
+            directory.on_admitted = self._was_called
         self._admit = admit
         self._term = term
         self._on_refused = on_refused
         self._server: grpc.aio.Server | None = None
+        self._strangers: StrangerLimit | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._visits: dict[str, _Visit] = {}
         self._arrived: asyncio.Queue[Arrival] = asyncio.Queue(MAX_ARRIVED)
 
@@ -112,10 +122,15 @@ class RpcNodeConnections:
             raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from error
         await server.start()
         self._server = server
+        self._strangers = StrangerLimit(int(bound), num_strangers())
+        self._looking = asyncio.create_task(_keep_room(self._strangers))
         return int(bound)
 
     async def stop(self) -> None:
         """Stops listening, and closes all connections within `STOP_S`."""
+        if self._looking is not None:
+            self._looking.cancel()
+            _tell_unforeseen(await asyncio.gather(self._looking, return_exceptions=True), "the limit of strangers")
         if self._server is not None:
             await self._server.stop(STOP_S)
 
@@ -151,7 +166,7 @@ class RpcNodeConnections:
     # ---- one connection ---------------------------------------------------------------------------------------------
 
     async def _converse(self, _requests: AsyncIterable[bytes], context: Context) -> None:
-        address = urllib.parse.unquote(context.peer().partition(":")[2])  # ipv4:10.0.0.1:5000, ipv6:%5B::1%5D:5000
+        address = address_of(context.peer())
         try:
             node = self._admit(bearer_in(context.invocation_metadata()))
         except TokenRefused as error:
@@ -161,9 +176,15 @@ class RpcNodeConnections:
         if (former := self._visits.get(node)) is not None:
             former.end("its agent has connected again")
         self._visits[node] = visit
-        why = await self._serve(visit, context)
-        if self._visits.get(node) is visit:
-            del self._visits[node]
+        if self._strangers is not None:
+            self._strangers.admit(address)
+        try:
+            why = await self._serve(visit, context)
+        finally:
+            if self._strangers is not None:
+                self._strangers.forget(address)
+            if self._visits.get(node) is visit:
+                del self._visits[node]
         if why:
             self._on_refused(address, f"node {node}: {why}")
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
@@ -180,8 +201,14 @@ class RpcNodeConnections:
         finally:
             for task in (reading, writing):
                 task.cancel()
-            await asyncio.gather(reading, writing, return_exceptions=True)  # the connection may have ended in either
+            ends = await asyncio.gather(reading, writing, return_exceptions=True)
+            _tell_unforeseen(ends, f"the connection to node {visit.node}")
         return visit.ended.result() if visit.ended.done() else ""
+
+    def _was_called(self, address: str) -> None:
+        """Records a call with a valid token on a connection that may stay open without a call for a while."""
+        if self._strangers is not None:
+            self._strangers.admit(address, time.monotonic() + ADMISSION_S)
 
     async def _read(self, visit: _Visit, context: Context) -> None:
         while True:
@@ -237,9 +264,28 @@ def _settings() -> list[tuple[str, int]]:
 
 
 def num_connections() -> int:
-    """Returns how many connections the server accepts: `MAX_CONNECTIONS`, or fewer by the limit on open files."""
+    """Returns how many connections the server accepts in all, which may be fewer by the limit on open files."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(MAX_CONNECTIONS, soft - OTHER_DESCRIPTORS))
+    return max(2, min(MAX_CONNECTIONS + MAX_STRANGERS, soft - OTHER_DESCRIPTORS))
+
+
+def num_strangers() -> int:
+    """Returns how many of these connections may be open without having shown a token."""
+    return max(1, num_connections() * MAX_STRANGERS // (MAX_CONNECTIONS + MAX_STRANGERS))
+
+
+async def _keep_room(strangers: StrangerLimit) -> None:
+    while True:
+        strangers.look(time.monotonic())
+        await asyncio.sleep(LOOK_S)
+
+
+def _tell_unforeseen(ends: Iterable[object], of_what: str) -> None:
+    """Prints exceptions that are neither a cancellation nor the end of a connection: they are bugs."""
+    for end in ends:
+        if isinstance(end, Exception) and not isinstance(end, grpc.aio.BaseError):
+            story = printable("".join(traceback.format_exception(end)))
+            print(f"keepstep: an error has ended {of_what}:\n{story}", file=sys.stderr, flush=True)
 
 
 async def _write(visit: _Visit, context: Context) -> None:

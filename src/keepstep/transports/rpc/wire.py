@@ -7,6 +7,7 @@ same moment share a message: a gRPC message costs a hundred microseconds, a fram
 from __future__ import annotations
 
 import contextlib
+import urllib.parse
 from collections import deque
 from collections.abc import Iterable
 
@@ -39,6 +40,11 @@ SETTINGS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),  # no limit
     ("grpc.http2.bdp_probe", 0),  # it pings after every message, to size windows that this traffic never fills
 )
+
+
+def address_of(peer: str) -> str:
+    """Returns the address in gRPC's name of a client: ``ipv4:10.0.0.1:5000``, or ``ipv6:%5B::1%5D:5000``."""
+    return urllib.parse.unquote(peer.partition(":")[2])
 
 
 def bearer_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
