@@ -26,7 +26,7 @@ TRANSFER_TYPES: tuple[type[msgspec.Struct], ...] = typing.get_args(AnyTransferMe
 
 INTEGERS = (0, 1, 2, 3, 31, 32, 127, 128, 255, 256, 65535, 65536, 2**31, 2**32, 2**53, 2**63 - 1, 2**64 - 1)
 FLOATS = (0.0, -0.0, 1.0, 0.1, -1e-300, 1e308, 5e-324)
-TEXTS = ("", "a", "0", "node-1", "\x00", "ä", "\u2028", "\U0001f600", "x" * 31, "x" * 32, "x" * 300)
+TEXTS = ("", "a", "0", "node-1", "\x00", "ä", "\u2028", "\U0001f600", "x" * 31, "x" * 32, "x" * 256)
 MAX_ITEMS = 3
 MAX_DEPTH = 8
 """Of structures within each other: recipes hold recipes."""

@@ -234,7 +234,7 @@ SMALL = {
     "texts": lambda n: tagged("StoreRequested", ONE, ONE, ONE, EMPTY, array(n // 3, b"\xa2ab" * (n // 3)), b"\xc4\x00"),
     "empty texts": lambda n: tagged("StoreRequested", ONE, ONE, ONE, EMPTY, array(n, EMPTY * n), b"\xc4\x00"),
     "bytes": lambda n: tagged("StoreAnswered", ONE, ONE, array(n // 4, b"\xc4\x02ab" * (n // 4)), b"\xa0"),
-    "integers": lambda n: tagged("GroupsReset", array(n // 3, b"\xcd\x7f\xff" * (n // 3)), ONE),
+    "integers": lambda n: tagged("ReleaseSnapshots", array(n // 3, b"\xcd\x7f\xff" * (n // 3))),
     "empty structures": lambda n: tagged(
         "Recover",
         ONE,

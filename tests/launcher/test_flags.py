@@ -1,5 +1,6 @@
 """torchrun's flags and keepstep's own: what comes of them, and what is refused by name."""
 
+import argparse
 import dataclasses
 import os
 import socket
@@ -12,6 +13,7 @@ import pytest
 
 from keepstep.config import ALLOCATOR_VARIABLES
 from keepstep.errors import ConfigurationError
+from keepstep.launcher.cluster.flags import place_of, shape_of
 from keepstep.launcher.flags import job_options, make_parser
 from keepstep.launcher.job import JobOptions
 from keepstep.protocol.deadlines import DEADLINES
@@ -285,3 +287,16 @@ def test_a_job_on_one_node_does_without_what_several_take() -> None:
     program += "print(sorted({'grpc', 'cryptography'} & set(sys.modules)))\n"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("node", "domain", "flag"), [("n" * 257, "", "--node-name"), ("n", "d" * 257, "--domain")])
+def test_a_name_that_the_controller_would_refuse_is_refused_here(node: str, domain: str, flag: str) -> None:
+    def place(node: str, domain: str) -> str:
+        given = argparse.Namespace(
+            slots_per_node=None, node_rank="0", node_name=node, domain=domain, local_addr="127.0.0.1"
+        )
+        return place_of(given, shape_of("2", 1, 0), "127.0.0.1:1").node
+
+    with pytest.raises(ConfigurationError, match=rf"{flag} [nd]+\.\.\.: has 257 characters; allowed are 256"):
+        place(node, domain)
+    assert place("n" * 256, "d" * 256) == "n" * 256

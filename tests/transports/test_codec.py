@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import re
 import types
 import typing
 
@@ -14,6 +15,7 @@ from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages
 from keepstep.protocol.messages import (
     AnyMessage,
+    Cause,
     Member,
     Membership,
     Message,
@@ -23,6 +25,7 @@ from keepstep.protocol.messages import (
     Tag,
     WorkerFailed,
     WorkerFenced,
+    WorkerLost,
 )
 from keepstep.protocol.phases import Phase
 from keepstep.transports import codec
@@ -49,7 +52,7 @@ def values_of(hint: typing.Any) -> st.SearchStrategy[typing.Any]:
         if parts[-1] is not ...:
             return st.tuples(*(values_of(part) for part in parts))
         return st.lists(values_of(parts[0]), max_size=4).map(tuple)
-    if typing.get_origin(hint) is types.UnionType:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # the second one if a part is annotated
         return st.one_of([values_of(part) for part in typing.get_args(hint)])
     if issubclass(hint, enum.Enum):
         return st.sampled_from(hint)
@@ -167,6 +170,81 @@ def test_bytes_after_a_message_are_refused(message: AnyMessage, rest: bytes) -> 
     assert refused(codec.encode(message) + rest)
 
 
+def of(*reports: messages.Report) -> Packet:
+    return Packet("a", 1, 0, 0, reports, misses=False)
+
+
+JOINED = messages.NodeJoined("a", 8, "rack-1", 0, 16, ())
+LOST = WorkerLost(1, Cause.EXIT, "exit code 1", True, None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (of(msgspec.structs.replace(JOINED, domain="r" * 257)), "NodeJoined.domain: Expected `str` of length <= 256"),
+        (of(msgspec.structs.replace(JOINED, node="n" * 8_000_000)), "NodeJoined.node: Expected `str` of length <= 256"),
+        (
+            of(msgspec.structs.replace(JOINED, closed=tuple(range(1025)))),
+            "Packet.messages[0] NodeJoined.closed: Expected `array` of length <= 1024",
+        ),
+        (of(LOST, messages.NodeDraining("a", "r" * 4097)), "Packet.messages[1] NodeDraining.reason: Expected `str` of"),
+        (of(msgspec.structs.replace(LOST, detail="d" * 4097)), "WorkerLost.detail: Expected `str` of length <= 4096"),
+        (of(messages.DevicesClosed("a", (0,) * 1025, "")), "DevicesClosed.devices: Expected `array` of length <= 1024"),
+        (of(messages.SnapshotsLeft(1, ((0, (1,) * 65537),))), "SnapshotsLeft.snapshots[0][1]: Expected `array` of"),
+        (of(WorkerFailed(1, "", "t" * 16001, False)), "WorkerFailed.traceback: Expected `str` of length <= 16000"),
+        (NodeLeft("a", 1, "r" * 4097), "NodeLeft.reason: Expected `str` of length <= 4096"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_what_the_journal_would_record_is_bounded(message: AnyMessage, told: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=re.escape(told)):
+        codec.decode(codec.encode(message))
+
+
+UNBOUNDED = {
+    "StoreRequested.keys",  # no report in a packet, and not in the journal: each store has a limit of its own
+    "StoreRequested.operation",
+    "Packet.messages",  # by the limit of a frame
+}
+OF_REPORTS = [*typing.get_args(messages.Report), NodeLeft, Packet, *typing.get_args(messages.Aside)]
+
+
+def test_every_text_and_list_of_a_report_has_a_bound() -> None:
+    def unbounded(hint: typing.Any, is_bounded: bool = False) -> bool:
+        origin = typing.get_origin(hint)
+        if origin is typing.Annotated:
+            inner, *metas = typing.get_args(hint)
+            return unbounded(inner, any(getattr(meta, "max_length", None) is not None for meta in metas))
+        if hint is str or (origin is tuple and typing.get_args(hint)[-1] is ...):
+            parts = () if hint is str else typing.get_args(hint)[:1]
+            return not is_bounded or any(map(unbounded, parts))
+        if origin is not None:
+            return any(map(unbounded, typing.get_args(hint)))
+        is_struct = isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+        return is_struct and any(map(unbounded, typing.get_type_hints(hint, include_extras=True).values()))
+
+    found = {
+        f"{kind.__name__}.{field}"
+        for kind in OF_REPORTS
+        for field, hint in typing.get_type_hints(kind, include_extras=True).items()
+        if field in kind.__struct_fields__ and unbounded(hint)
+    }
+    assert found == UNBOUNDED
+
+
+def test_an_error_names_no_place_where_that_would_take_much_memory() -> None:
+    message = of(*[LOST] * (codec.MAX_UNPACKED + 1), messages.NodeDraining("a", "r" * 4097))
+    with pytest.raises(RemoteProtocolError, match=r": Packet\.messages\[4097\]\[2\]: Expected"):
+        codec.decode(codec.encode(message))
+
+
+def test_an_error_before_malformed_bytes_is_told_without_its_place() -> None:
+    frame = codec.encode(NodeLeft("n" * 257, 1, ""))
+    assert refused(frame[:-1])
+    nested = frame[:-1] + b"\x91" * 100_000 + b"\x00"
+    assert refused(nested)
+
+
 @given(st.binary(max_size=200))
 @example(b"\x91\xa1\xff")
 def test_random_bytes_are_refused(frame: bytes) -> None:
@@ -225,15 +303,18 @@ def test_what_only_resembles_a_message_is_refused(frame: bytes) -> None:
 
 
 def test_an_oversize_message_is_refused_unread() -> None:
-    fits = codec.encode(WorkerFailed(1, "", "x" * (MAX_MESSAGE_BYTES - 100), False))
+    message = messages.StoreAnswered(1, 1, (bytes(MAX_MESSAGE_BYTES - 100),), "")
+    fits = codec.encode(message)
     assert len(fits) <= MAX_MESSAGE_BYTES
-    assert codec.decode(fits) == WorkerFailed(1, "", "x" * (MAX_MESSAGE_BYTES - 100), False)
+    assert codec.decode(fits) == message
     with pytest.raises(RemoteProtocolError, match=f"{MAX_MESSAGE_BYTES + 1} bytes: at most {MAX_MESSAGE_BYTES}"):
         codec.decode(bytes(MAX_MESSAGE_BYTES + 1))
 
 
 def test_a_refusal_says_why() -> None:
-    with pytest.raises(RemoteProtocolError, match=r"not a message of this protocol: Expected `int`, got `str`"):
+    with pytest.raises(
+        RemoteProtocolError, match=r"not a message of this protocol: WorkerFenced.worker: Expected `int`, got"
+    ):
         codec.decode(msgspec.msgpack.encode(["WorkerFenced", "1"]))
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from keepstep.errors import ConfigurationError, KeepstepError, PublisherLost
-from keepstep.protocol.messages import PublicationStage, StageSpan, WeightsObserved, text
+from keepstep.protocol.messages import MAX_LISTED, PublicationStage, StageSpan, WeightsObserved, text
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.memory.mapping.mapped import Mapped
 from keepstep.weights.publisher import Published, Publisher
@@ -169,7 +169,7 @@ class StepPublication:
                 at_s,
                 sent_bytes,
                 unchanged_bytes,
-                self._shown,
+                tuple((text(consumer), shown) for consumer, shown in self._shown[:MAX_LISTED]),
                 tuple(map(text, failures[:MAX_FAILURES])),
                 spans,
             )

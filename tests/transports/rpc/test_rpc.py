@@ -16,7 +16,7 @@ import pytest
 from tests.transports.rpc.served import DEADLINE_S, Served, connected, served
 
 from keepstep.errors import ConfigurationError, PeerLost
-from keepstep.protocol.messages import ClockAsked, ClockTold, PhasesObserved
+from keepstep.protocol.messages import ClockAsked, ClockTold, NodeJoined, Packet, PhasesObserved
 from keepstep.transports.codec import MAX_MESSAGE_BYTES
 from keepstep.transports.framing import frame
 from keepstep.transports.interface import Arrival, Connected
@@ -416,6 +416,23 @@ def test_an_agent_that_talks_rubbish_is_cut_off(is_tls: bool, said: bytes) -> No
         await still_serves(controller)
 
     play(scene, is_tls=is_tls)
+
+
+def test_a_node_that_joins_with_an_endless_text_is_told_which() -> None:
+    async def scene(controller: Served) -> None:
+        troubles: asyncio.Queue[str] = asyncio.Queue()
+        line = controller.line(controller.credentials("a"))
+        line.on_trouble = troubles.put_nowait
+        joined = NodeJoined("a", 1, "r" * 8_000_000, 0, 0, ())
+        async with connected(line):
+            await controller.connections.receive()
+            await line.receive()
+            line.send(Packet("a", 1, 0, 0, (joined,), misses=False))
+            why = "Packet.messages[0] NodeJoined.domain: Expected `str` of length <= 256"
+            assert (await controller.next_refusal())[1] == f"node a: not a message of this protocol: {why}"
+            assert why in await troubles.get()
+
+    play(scene)
 
 
 def test_a_call_beyond_the_limit_is_refused_before_it_is_read() -> None:

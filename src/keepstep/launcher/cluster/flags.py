@@ -15,6 +15,7 @@ from keepstep import config
 from keepstep.agent.settings import NodePlace
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.deadlines import DEADLINES, LEASE_S, Deadlines
+from keepstep.protocol.messages import MAX_NAME
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
 from keepstep.protocol.recovery.settings import QUARANTINE_FAILURES, QUARANTINE_WINDOW_S
 from keepstep.transports.interface import PATIENCE_S
@@ -284,6 +285,9 @@ def place_of(arguments: argparse.Namespace, shape: Shape, endpoint: str) -> Node
     except ValueError:
         raise ConfigurationError(f"--node-rank {arguments.node_rank}: must be a number") from None
     name = arguments.node_name or socket.gethostname() + (f"-{position}" if position else "")
+    for flag, given in (("--node-name", name), ("--domain", arguments.domain)):
+        if len(given) > MAX_NAME:  # the controller would refuse the node
+            raise ConfigurationError(f"{flag} {given[:40]}...: has {len(given)} characters; allowed are {MAX_NAME}")
     return NodePlace(
         node=name,
         world_size=shape.world_size,

@@ -14,11 +14,15 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from keepstep.protocol.messages.base import (
+    MAX_LISTED,
+    MAX_NAME,
     Cause,
     FirstPhases,
     Message,
+    Name,
     Seconds,
     Tag,
+    Text,
 )
 from keepstep.protocol.messages.membership import Member, Membership, MembershipChange
 from keepstep.protocol.messages.orders import (
@@ -89,6 +93,8 @@ from keepstep.protocol.messages.reports import (
 
 __all__ = [
     "AT_ONCE",
+    "MAX_LISTED",
+    "MAX_NAME",
     "MAX_STORE_VALUE_BYTES",
     "STORE_OPERATIONS_THAT_WAIT",
     "Abandon",
@@ -223,7 +229,7 @@ class Packet(Message, frozen=True):
     ``received`` does not mean a loss: the packet may have crossed the messages on the way.
     """
 
-    node: str
+    node: Name
     incarnation: int
     first: int
     received: int
@@ -246,9 +252,9 @@ class NodeEvicted(Message, frozen=True):
 class NodeLeft(Message, frozen=True):
     """The node leaves in this incarnation, with all its workers. The controller answers with a final `NodeEvicted`."""
 
-    node: str
+    node: Name
     incarnation: int
-    reason: str
+    reason: Text
 
 
 Aside: TypeAlias = PhasesObserved | WeightsObserved | ClockAsked | ClockTold

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import enum
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
-from keepstep.protocol.messages.base import Cause, FirstPhases, Message, Seconds, Tag
+from keepstep.protocol.messages.base import (
+    MAX_LISTED,
+    Cause,
+    Devices,
+    FirstPhases,
+    Message,
+    Name,
+    Numbers,
+    Seconds,
+    Tag,
+    Text,
+    Traceback,
+)
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import Standing
 
@@ -27,7 +39,7 @@ class RankAwaited(Message, frozen=True):
     worker: int
 
 
-SnapshotsByRank: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
+SnapshotsByRank: TypeAlias = Annotated[tuple[tuple[int, Numbers], ...], msgspec.Meta(max_length=MAX_LISTED)]
 """(rank, steps of its snapshots) pairs, both ascending."""
 
 
@@ -40,10 +52,10 @@ class WorkerReady(Message, frozen=True):
 
     worker: int
     generation: int
-    reach: tuple[int, ...]
-    snapshots: tuple[int, ...]
+    reach: Numbers
+    snapshots: Numbers
     checkpointing: bool
-    shard: str
+    shard: Name
 
 
 class CheckpointWritten(Message, frozen=True):
@@ -58,8 +70,8 @@ class CollectiveFailed(Message, frozen=True):
 
     worker: int
     generation: int
-    group: str
-    error: str
+    group: Text
+    error: Text
 
 
 class StateRefused(Message, frozen=True):
@@ -70,7 +82,7 @@ class StateRefused(Message, frozen=True):
 
     worker: int
     generation: int
-    error: str
+    error: Text
     is_apart: bool
 
 
@@ -84,13 +96,13 @@ class SafePointReached(Message, frozen=True):
     failure has cut off; ``reach`` is empty then, until `DoubtLifted`.
     """
 
-    workers: tuple[int, ...]
+    workers: Numbers
     generation: int
     step: int
     phase: Phase
-    reach: tuple[int, ...]
+    reach: Numbers
     current_step: int | None
-    snapshots: tuple[int, ...]
+    snapshots: Numbers
     would_communicate: bool
     second_copies: SnapshotsByRank
     doubt: str | None
@@ -99,7 +111,7 @@ class SafePointReached(Message, frozen=True):
 class GroupsReset(Message, frozen=True):
     """The process groups of the workers are connected in this generation."""
 
-    workers: tuple[int, ...]
+    workers: Numbers
     generation: int
 
 
@@ -109,7 +121,7 @@ class StateRecovered(Message, frozen=True):
     ``from_checkpoint``: the workers have loaded a checkpoint, and not a snapshot in memory.
     """
 
-    workers: tuple[int, ...]
+    workers: Numbers
     generation: int
     received_bytes: int
     from_checkpoint: bool
@@ -118,16 +130,16 @@ class StateRecovered(Message, frozen=True):
 class StepsFinished(Message, frozen=True):
     """The workers have completed their last step. ``digest`` is a digest of all protected state, if requested."""
 
-    workers: tuple[int, ...]
+    workers: Numbers
     generation: int
     step: int
-    digest: str | None
+    digest: Text | None
 
 
 class Holding(Message, frozen=True):
     """The answer to `Hold`: the workers wait before ``step`` until they know the step at which the job ends."""
 
-    workers: tuple[int, ...]
+    workers: Numbers
     generation: int
     step: int
 
@@ -135,7 +147,7 @@ class Holding(Message, frozen=True):
 class Drained(Message, frozen=True):
     """The workers have done their part of a `Drain`. ``is_saved``: one of them has written a checkpoint."""
 
-    workers: tuple[int, ...]
+    workers: Numbers
     generation: int
     is_saved: bool
 
@@ -147,8 +159,8 @@ class WorkerFailed(Message, frozen=True):
     """
 
     worker: int
-    error: str
-    traceback: str
+    error: Text
+    traceback: Traceback
     fatal: bool
 
 
@@ -156,8 +168,8 @@ class StateRescued(Message, frozen=True):
     """The answer to `Rescue`. ``path`` is the file of the saved shard, or ``error`` says why there is none."""
 
     worker: int
-    path: str | None
-    error: str | None
+    path: Text | None
+    error: Text | None
 
 
 STORE_OPERATIONS_THAT_WAIT = frozenset({"job_get", "job_wait"})
@@ -187,8 +199,8 @@ class OnceRequested(Message, frozen=True):
 
     worker: int
     request: int
-    operation: str
-    name: str
+    operation: Name
+    name: Text
 
 
 # ---- agent -> controller: reports ---------------------------------------------------------------------------------
@@ -203,12 +215,12 @@ class NodeJoined(Message, frozen=True):
     see `DevicesClosed`.
     """
 
-    node: str
+    node: Name
     slots: int
-    domain: str
+    domain: Name
     position: int
     world_size: int
-    closed: tuple[int, ...]
+    closed: Devices
 
 
 class WorkerStarted(Message, frozen=True):
@@ -227,7 +239,7 @@ class WorkerSuspected(Message, frozen=True):
 
     worker: int
     cause: Cause
-    detail: str
+    detail: Text
     tag: Tag | None
     since_s: Seconds
     snapshots: SnapshotsByRank
@@ -248,7 +260,7 @@ class WorkerLost(Message, frozen=True):
 
     worker: int
     cause: Cause
-    detail: str
+    detail: Text
     gone: bool
     tag: Tag | None
     since_s: Seconds
@@ -269,7 +281,7 @@ class WorkerEnded(Message, frozen=True):
 
     worker: int
     cause: Cause
-    detail: str
+    detail: Text
 
 
 class WorkerDone(Message, frozen=True):
@@ -291,17 +303,17 @@ class WorkerFenced(Message, frozen=True):
 class JobStalled(Message, frozen=True):
     """Every rank of the node waits in a collective past its deadline, so the agent cannot tell which one hangs."""
 
-    node: str
+    node: Name
     generation: int
-    detail: str
+    detail: Text
 
 
 class RanksStand(Message, frozen=True):
     """The ranks of the node that have made no progress for long, and where each waits. All others made progress."""
 
-    node: str
+    node: Name
     generation: int
-    standing: tuple[Standing, ...]
+    standing: Annotated[tuple[Standing, ...], msgspec.Meta(max_length=MAX_LISTED)]
 
 
 class StepObserved(Message, frozen=True):
@@ -311,7 +323,7 @@ class StepObserved(Message, frozen=True):
     is the duration of the step on the slowest rank. ``first_phases`` are the longest that the node knows of.
     """
 
-    node: str
+    node: Name
     generation: int
     step: int
     at_s: Seconds
@@ -322,8 +334,8 @@ class StepObserved(Message, frozen=True):
 class NodeDraining(Message, frozen=True):
     """The node will leave soon. Its ranks continue until spares on other nodes take their place."""
 
-    node: str
-    reason: str
+    node: Name
+    reason: Text
 
 
 class DevicesClosed(Message, frozen=True):
@@ -332,9 +344,9 @@ class DevicesClosed(Message, frozen=True):
     A rank there continues until a warm spare can take it. If it must stop at once, the agent sends `WorkerLost` first.
     """
 
-    node: str
-    devices: tuple[int, ...]
-    reason: str
+    node: Name
+    devices: Devices
+    reason: Text
 
 
 class PhasesObserved(Message, frozen=True):
@@ -345,7 +357,7 @@ class PhasesObserved(Message, frozen=True):
     that clock to within ``error_ns`` either way.
     """
 
-    node: str
+    node: Name
     error_ns: int
     phases: bytes
 
@@ -363,7 +375,7 @@ class PublicationStage(enum.StrEnum):
 class StageSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The time that one pipeline stage worked on one bucket, in seconds since the update began on its device."""
 
-    stage: str
+    stage: Name
     bucket: int
     begin_s: Seconds
     end_s: Seconds
@@ -382,20 +394,20 @@ class WeightsObserved(Message, frozen=True):
     worker: int
     rank: int
     generation: int
-    folder: str
+    folder: Text
     stage: PublicationStage
     version: int | None
     begun_s: Seconds
     at_s: Seconds
     sent_bytes: int
     unchanged_bytes: int
-    consumers: tuple[tuple[str, int | None], ...]
-    failures: tuple[str, ...]
-    spans: tuple[StageSpan, ...]
+    consumers: Annotated[tuple[tuple[Text, int | None], ...], msgspec.Meta(max_length=MAX_LISTED)]
+    failures: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_LISTED)]
+    spans: Annotated[tuple[StageSpan, ...], msgspec.Meta(max_length=MAX_LISTED)]
 
 
 class ClockAsked(Message, frozen=True):
     """The node asks for the controller's time. ``asked_ns`` is the node's own time."""
 
-    node: str
+    node: Name
     asked_ns: int

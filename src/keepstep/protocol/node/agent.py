@@ -482,7 +482,7 @@ class AgentMachine:
 
     def broke_protocol(self, number: int, error: str, tag: Tag, now_s: float) -> None:
         """Reports a worker as lost because it has broken the protocol."""
-        self._say(msg.WorkerLost(number, Cause.EXIT, f"it broke the protocol: {error}", False, tag, now_s))
+        self._say(msg.WorkerLost(number, Cause.EXIT, msg.text(f"it broke the protocol: {error}"), False, tag, now_s))
 
     def observe(self, number: int, look: Observation, now_s: float) -> None:
         """Records an observation of a worker's page and process."""

@@ -44,7 +44,7 @@ class OperationCount(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     one count for each peer.
     """
 
-    group: str
+    group: Annotated[str, msgspec.Meta(max_length=256)]
     """The group's name in the registry of groups. A long name is cut, in the same way on every rank."""
     operation: Operation
     """The operation that was begun last."""
@@ -71,6 +71,10 @@ class WaitsFor(enum.StrEnum):
     """The rank runs its own code: it computes, reads, or hangs."""
 
 
+MAX_TOLD = 16
+"""Most counts of a rank in a report. They include those of the groups in which it waits, which it used last."""
+
+
 class Standing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A rank that has made no progress for long, and its position."""
 
@@ -80,9 +84,5 @@ class Standing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     waits_for: WaitsFor
     still_s: Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
     """How long it had made no progress at the time of the report, in seconds. Finite, because the journal is JSON."""
-    counts: tuple[OperationCount, ...]
+    counts: Annotated[tuple[OperationCount, ...], msgspec.Meta(max_length=MAX_TOLD)]
     """The counts of its groups and peers, most recently used first, at most `MAX_TOLD`."""
-
-
-MAX_TOLD = 16
-"""Most counts of a rank in a report. They include those of the groups in which it waits, which it used last."""
