@@ -17,7 +17,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.hosting import HostedController
 from keepstep.launcher.cluster.weights import HostedWeights
 from keepstep.launcher.signals import EndSignals, end_signals, ended_by
-from keepstep.protocol.messages import EndJob
+from keepstep.protocol.messages import EndJob, printable
 from keepstep.protocol.node.agent import DELIVER_S
 from keepstep.protocol.recovery import EXIT_FAILED
 from keepstep.transports.rpc.client import RpcControllerConnection
@@ -206,4 +206,8 @@ async def _first_of(*awaited: asyncio.Future[Any] | None) -> None:
 
 
 def _tell_trouble(trouble: str) -> None:
-    print(f"keepstep: no connection to the controller, training continues: {trouble}", file=sys.stderr, flush=True)
+    print(
+        f"keepstep: no connection to the controller, training continues: {printable(trouble)}",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -282,4 +282,4 @@ class Refusals:
             self._print(f"refused {address}: {why}")
 
     def _print(self, text: str) -> None:
-        print(f"keepstep: {text}", file=sys.stderr, flush=True)
+        print(f"keepstep: {printable(text)}", file=sys.stderr, flush=True)

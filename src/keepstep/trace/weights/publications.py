@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from keepstep.protocol.messages import PublicationStage, StageSpan, WeightsObserved
+from keepstep.protocol.messages import PublicationStage, StageSpan, WeightsObserved, printable
 from keepstep.trace.targets import write_whole
 
 MAX_FAILURES = 20
@@ -245,7 +245,7 @@ def publication_text(described: dict[str, Any]) -> str:
         if described[name]:
             parts.append(f"{described[name]} {what}")
     first, second, *rest = parts
-    return f"{first} {second}" + "".join(f"{' ' if part.startswith('(') else ', '}{part}" for part in rest)
+    return printable(f"{first} {second}" + "".join(f"{' ' if part.startswith('(') else ', '}{part}" for part in rest))
 
 
 def gigabytes(num_bytes: int) -> str:
