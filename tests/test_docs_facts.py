@@ -21,7 +21,7 @@ from keepstep.launcher.cluster.flags import DEFAULT_PORT
 from keepstep.protocol import clocks, lease, reliable_channel
 from keepstep.protocol import controller as controller_machine
 from keepstep.protocol.deadlines import DEADLINES, LEASE_S
-from keepstep.protocol.messages import reports
+from keepstep.protocol.messages import base, reports
 from keepstep.protocol.node import agent as agent_machine
 from keepstep.protocol.node import liveness
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
@@ -35,6 +35,7 @@ from keepstep.transports import codec
 from keepstep.transports.rpc import server
 from keepstep.weights import publisher, subscriber
 from keepstep.weights.device import stages, verdicts
+from keepstep.weights.remote import feeder
 from keepstep.worker import coordination
 from keepstep.worker.groups import communicators
 from keepstep.worker.groups import startup_operations as startup
@@ -112,6 +113,10 @@ FACTS: list[tuple[Path, str]] = [
     (SECURITY, f"frames above {mib(codec.MAX_MESSAGE_BYTES)} are refused"),
     (SECURITY, f"At most {server.MAX_STRANGERS:,} connections may be open without having shown a token"),
     (SECURITY, f"There is room for {server.MAX_CONNECTIONS:,} connections of agents besides"),
+    (SECURITY, f"{base.MAX_NAME} characters for the name of a node"),
+    (SECURITY, f"{base.MAX_TEXT:,} for a reason or an error, {base.MAX_TRACEBACK:,} for a traceback"),
+    (SECURITY, f"{base.MAX_DEVICES:,} for a list of devices, and {base.MAX_LISTED:,} for other lists"),
+    (SECURITY, f"{feeder.MAX_GREETINGS} callers may be authenticating at a time"),
     (SECURITY, f"{service.MAX_REFUSALS} of them in ten seconds at most"),
     (DEPLOY, f"given up when nothing was heard of it for `--lease` ({LEASE_S:g} s)"),
     (DEPLOY, f"after `--grace` ({GRACE_S:g} s) it leaves in any case"),
