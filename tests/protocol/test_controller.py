@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import random
 import re
+from typing import NoReturn
 
+import msgspec
 import pytest
 from tests.protocol.toy_cluster import Crashed, ToyCluster
 
-from keepstep.errors import RemoteProtocolError
+from keepstep.errors import ConfigurationError, RemoteProtocolError
 from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import (
     LEASE_CHECK_SHARE,
@@ -23,7 +25,8 @@ from keepstep.protocol.controller import (
 from keepstep.protocol.deadlines import LEASE_S, Deadlines
 from keepstep.protocol.messages import Cause, Packet
 from keepstep.protocol.node.agent import HEARTBEAT_S, SOONEST
-from keepstep.protocol.recovery import RecoverySettings, Stage
+from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage
+from keepstep.protocol.recovery.orders import Orders
 
 ALL_AT_1 = {0: 1, 1: 1, 2: 1}
 
@@ -515,6 +518,45 @@ def test_a_journal_gives_back_the_state_and_every_order_with_its_number(length: 
             assert isinstance(packet, Packet)
             assert (packet.first, packet.received) == (0, num_reports)
             assert list(packet.messages) == orders_of([*entries, last], node)
+
+
+def test_a_machine_that_decides_otherwise_does_not_take_a_journal_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one of another version, which restores ranks from the step before."""
+    entries = undisturbed().entries()
+    recovers = [any(isinstance(order, msg.Recover) for _, order, _ in entry.orders) for entry in entries]
+    right = Orders.send
+
+    def send(self: Orders, node: str | None, order: msg.AgentOrder, reason: str) -> None:
+        if isinstance(order, msg.Recover):
+            order = msgspec.structs.replace(order, resume_step=order.resume_step - 1)
+        right(self, node, order, reason)
+
+    monkeypatch.setattr(Orders, "send", send)
+    what = rf"^entry {recovers.index(True) + 1} of the journal .*the order was .*Recover.*, now .*Recover"
+    with pytest.raises(ConfigurationError, match=what):
+        ControllerMachine.from_journal(undisturbed().settings, entries, 1000.0)
+
+
+def test_another_reason_for_the_same_orders_is_no_other_decision() -> None:
+    entries = [
+        msgspec.structs.replace(entry, orders=tuple((node, order, "said otherwise") for node, order, _ in entry.orders))
+        for entry in undisturbed().entries()
+    ]
+    machine = ControllerMachine.from_journal(undisturbed().settings, entries, 1000.0)
+    assert machine.job.records == undisturbed().controller.job.records
+
+
+@pytest.mark.parametrize("error", [RemoteProtocolError("nobody"), KeyError(7), AssertionError("a rank")])
+def test_an_entry_that_the_machine_cannot_apply_is_named(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it came to another state before, without another order."""
+
+    def receive(*_arguments: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(RecoveryMachine, "receive", receive)
+    with pytest.raises(ConfigurationError, match=r"^entry 1 of the journal .* cannot be replayed: ") as caught:
+        ControllerMachine.from_journal(undisturbed().settings, undisturbed().entries(), 1000.0)
+    assert caught.value.__cause__ is error
 
 
 def test_nothing_is_transmitted_to_a_node_before_it_has_said_what_it_has_heard() -> None:

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from keepstep.errors import RemoteProtocolError
+from keepstep.errors import ConfigurationError, RemoteProtocolError
 from keepstep.protocol.messages import (
     AT_ONCE,
     MAX_STORE_VALUE_BYTES,
@@ -27,7 +27,7 @@ from keepstep.protocol.messages import (
 )
 from keepstep.protocol.recovery.transitions import Stage
 from keepstep.trace.targets import private
-from keepstep.transports.framing import FrameDecoder, frame
+from keepstep.transports.framing import frame, messages_in, not_ours
 
 PREFIX = "job_"
 """Prefix of the `StoreRequested` operations of this store. Their ``generation`` is 0, except for a rank that waits
@@ -55,6 +55,9 @@ class JobStore:
         """Args:
         path: file for a controller that may be restarted. It is read now, and `flush` writes the changes.
         is_durable: whether the file survives a crash of the machine, as for `keepstep.trace.record.journal.Journal`.
+
+        Raises:
+            ConfigurationError: the file is not one that this version writes. It stays as it is.
         """
         self._values: dict[str, bytes] = {}
         self._num_bytes = 0
@@ -261,13 +264,13 @@ class JobStore:
             self._file.close()
 
     def _load(self, path: Path) -> None:
-        if path.exists():
-            # An incomplete last frame stays in the decoder: its worker got no answer, and asks again.
-            for message in FrameDecoder().feed(path.read_bytes()):
-                if isinstance(message, StoreRequested):
-                    self._change(message)
-                elif isinstance(message, StoreAnswered):
-                    self._answered.setdefault(message.worker, OrderedDict())[message.request] = message
+        for message in messages_in(path):  # a worker whose frame is incomplete got no answer, and asks again
+            if isinstance(message, StoreRequested) and message.operation in CHANGING and len(message.keys) == 1:
+                self._change(message)
+            elif isinstance(message, StoreAnswered):
+                self._answered.setdefault(message.worker, OrderedDict())[message.request] = message
+            else:
+                raise ConfigurationError(not_ours(path, f"it holds {type(message).__name__}, which changes no key"))
         self._rewrite(path)
 
     @staticmethod

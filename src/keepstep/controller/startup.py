@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from keepstep.errors import ConfigurationError
 from keepstep.protocol.messages import StoreAnswered, StoreRequested
 from keepstep.protocol.recovery import Stage
 from keepstep.protocol.recovery.scripts.startup import StartUp
 from keepstep.trace.targets import replacing
-from keepstep.transports.framing import FrameDecoder, frame
+from keepstep.transports.framing import frame, messages_in, not_ours
 
 
 class StartUpRecord:
@@ -21,6 +22,9 @@ class StartUpRecord:
         """Args:
         path: file for a controller that may be restarted. It is read now, and written with each kept value.
         is_durable: whether the file survives a crash of the machine, as for `keepstep.trace.record.journal.Journal`.
+
+        Raises:
+            ConfigurationError: the file is not one that this version writes. It stays as it is.
         """
         self._is_durable = is_durable
         self._file: int | None = None
@@ -78,8 +82,10 @@ class StartUpRecord:
 
 def _written(path: Path) -> Iterator[StoreRequested]:
     """Yields the requests in the file. Ignores an incomplete last frame: its rank got no answer, and asks again."""
-    data = path.read_bytes() if path.exists() else b""
-    return (request for request in FrameDecoder().feed(data) if isinstance(request, StoreRequested))
+    for request in messages_in(path):
+        if not isinstance(request, StoreRequested) or request.operation != "keep" or len(request.keys) != 1:
+            raise ConfigurationError(not_ours(path, f"it holds {type(request).__name__}, which keeps no value"))
+        yield request
 
 
 def _of(name: str, value: bytes) -> StoreRequested:

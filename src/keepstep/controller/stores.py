@@ -19,6 +19,9 @@ class ControllerStores:
         """Args:
         folder: run folder of a controller that may be restarted, whose files are read now; None: in memory only.
         is_durable: whether the files survive a crash of the machine, as for `keepstep.trace.record.journal.Journal`.
+
+        Raises:
+            ConfigurationError: a file is not one that this version writes.
         """
         start_up, store = (None, None) if folder is None else (folder / runfolder.START_UP, folder / runfolder.STORE)
         self._start_up = StartUpRecord(start_up, is_durable=is_durable)

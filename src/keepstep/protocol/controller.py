@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import assert_never
 
 import msgspec
 
-from keepstep.errors import InternalError, RemoteProtocolError
+from keepstep.errors import ConfigurationError, InternalError, KeepstepError, RemoteProtocolError
 from keepstep.protocol import messages as msg
 from keepstep.protocol.deadlines import LEASE_S
 from keepstep.protocol.recovery import Effect, RecoveryMachine, RecoverySettings, Stage
@@ -39,7 +40,7 @@ LATE_S = 0.1
 paused, and packets that have arrived meanwhile may still be unread."""
 
 
-class ReportsReceived(msgspec.Struct, frozen=True, tag=True):
+class ReportsReceived(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The agent of a node has sent reports, in one of its incarnations."""
 
     node: str
@@ -47,7 +48,7 @@ class ReportsReceived(msgspec.Struct, frozen=True, tag=True):
     reports: tuple[Spoken, ...]
 
 
-class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
+class LeaseExpired(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A node's lease has expired, or its agent has begun a new incarnation.
 
     ``heard_s`` is when the controller last heard the node.
@@ -58,7 +59,7 @@ class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
     heard_s: float
 
 
-class NodeSilent(msgspec.Struct, frozen=True, tag=True):
+class NodeSilent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A node's lease has expired while the job trains, and without its reports it is not known whether other nodes hold
     its state. All ranks stop. The node is evicted when the job loses nothing by that."""
 
@@ -66,14 +67,14 @@ class NodeSilent(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-class Departed(msgspec.Struct, frozen=True, tag=True):
+class Departed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A node has left the job."""
 
     node: str
     why: str
 
 
-class DeadlineCame(msgspec.Struct, frozen=True, tag=True):
+class DeadlineCame(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A deadline of the recovery machine has come.
 
     ``silent`` are nodes that the controller has not heard since the suspicions that it judges now.
@@ -82,23 +83,23 @@ class DeadlineCame(msgspec.Struct, frozen=True, tag=True):
     silent: tuple[str, ...]
 
 
-class Restarted(msgspec.Struct, frozen=True, tag=True):
+class Restarted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The controller was started again with its journal."""
 
 
-class CalledOff(msgspec.Struct, frozen=True, tag=True):
+class CalledOff(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The launcher ends the job."""
 
     order: msg.EndJob
 
 
-class DrainAsked(msgspec.Struct, frozen=True, tag=True):
+class DrainAsked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The job must end soon, at a step that all ranks have completed."""
 
     reason: str
 
 
-class AnswersReceived(msgspec.Struct, frozen=True, tag=True):
+class AnswersReceived(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The agents of several nodes have sent equal reports. ``workers`` are the workers that answered, by node."""
 
     nodes: tuple[str, ...]
@@ -125,10 +126,10 @@ Event = (
 )
 
 
-class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One line of the journal: an event, and the resulting orders (node, order, reason).
 
-    Only people and tools read the orders. A replay computes them again from the event.
+    A replay computes the orders again from the event, and compares them (`replay`).
     """
 
     at_s: float
@@ -162,6 +163,37 @@ def relive(job: RecoveryMachine, event: Event, now_s: float) -> list[Effect]:
             return job.drain_asked(event.reason, now_s)
         case _:
             assert_never(event)
+
+
+def replay(job: RecoveryMachine, entry: JournalEntry, number: int) -> list[Effect]:
+    """Applies an entry of the journal to a job's machine, and returns its orders.
+
+    Reasons are not compared: no agent acts on them.
+
+    Args:
+        job: the machine, after the entries before.
+        entry: the entry.
+        number: its number in the journal, from 1, for the error.
+
+    Raises:
+        ConfigurationError: the machine gives other orders than the one that wrote the entry, or comes to another state.
+            It is of another version then, and must neither continue the job nor explain it.
+    """
+    what = f"entry {number} of the journal ({type(entry.event).__name__} at {entry.at_s:.3f} s)"
+    try:
+        effects = relive(job, entry.event, entry.at_s)
+    except (KeepstepError, LookupError, AssertionError) as error:  # in a state that it would not have come to itself
+        raise ConfigurationError(f"{what} cannot be replayed: {type(error).__name__}: {error}") from error
+    wrote = [(node, order) for node, order, _reason in entry.orders]
+    gives = [(effect.node, effect.order) for effect in effects]
+    if (wrote, entry.stage, entry.generation) != (gives, job.stage, job.generation):
+        pairs = zip_longest(wrote, gives, fillvalue="none")
+        others = (f"{one!s:.300}, now {now!s:.300}" for one, now in pairs if one != now)
+        raise ConfigurationError(
+            f"{what} comes out otherwise than when it was written: the order was {next(others, 'the same')}; stage and "
+            f"generation were {entry.stage} and {entry.generation}, now {job.stage} and {job.generation}"
+        )
+    return effects
 
 
 def _answers(bundle: PacketBundle, indices: Sequence[int]) -> AnswersReceived:
@@ -489,20 +521,19 @@ class ControllerMachine:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def _happened(self, event: Event, now_s: float) -> None:
-        effects = self._apply(event, now_s)
+        effects = relive(self.job, event, now_s)
+        self._say(event, effects)
         orders = tuple((effect.node, effect.order, effect.reason) for effect in effects)
         self._entries.append(JournalEntry(now_s, event, self.job.stage, self.job.generation, orders))
 
-    def _apply(self, event: Event, now_s: float) -> list[Effect]:
+    def _say(self, event: Event, effects: list[Effect]) -> None:
         if isinstance(event, LeaseExpired | Departed):
             self._given_up[event.node] = (self.connections.pop(event.node).channel.incarnation, event.why)
-        effects = relive(self.job, event, now_s)
         for effect in effects:
             for node in self.connections if effect.node is None else (effect.node,):
                 if node in self.connections:
                     self.connections[node].channel.say((effect.order,))
                     self._touched[node] = None
-        return effects
 
     def _open(self, node: str, incarnation: int, now_s: float) -> _NodeConnection:
         connection = self.connections[node] = _NodeConnection(ReliableChannel(node, incarnation), now_s)
@@ -524,11 +555,15 @@ class ControllerMachine:
             entries: the journal, oldest first, without an incomplete last line.
             now_s: the present time, on the clock of the entries.
             lease_s: the same as at the first start.
+
+        Raises:
+            ConfigurationError: this machine gives other orders than the one that wrote the journal, and that the agents
+                have received.
         """
         machine = cls(settings, lease_s)
         heard: dict[str, int] = {}
-        for entry in entries:
-            event = entry.event
+        for number, entry in enumerate(entries, start=1):
+            event, effects = entry.event, replay(machine.job, entry, number)
             if isinstance(event, ReportsReceived):
                 if event.node not in machine.connections:
                     machine._open(event.node, event.incarnation, entry.at_s)
@@ -537,7 +572,7 @@ class ControllerMachine:
             elif isinstance(event, AnswersReceived):
                 for node in event.nodes:
                     heard[node] += len(event.reports)
-            machine._apply(event, entry.at_s)
+            machine._say(event, effects)
         for node, connection in machine.connections.items():
             connection.heard_s, connection.is_silent = now_s, True
             connection.channel.resume_at(heard[node])

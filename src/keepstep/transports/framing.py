@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
-from keepstep.errors import RemoteProtocolError
+from keepstep.errors import ConfigurationError, RemoteProtocolError
 from keepstep.protocol.messages import AnyMessage
 from keepstep.transports.codec import MAX_MESSAGE_BYTES, decode, encode
 
@@ -50,3 +51,22 @@ class FrameDecoder:
             messages.append(decode(bytes(self._buffer[_LENGTH.size : end])))
             del self._buffer[:end]
         return messages
+
+
+def messages_in(path: Path) -> list[AnyMessage]:
+    """Returns the messages of a file of frames, none if it does not exist. Ignores an incomplete last frame.
+
+    Raises:
+        ConfigurationError: it cannot be read, or a frame contains no message: another version has written it.
+    """
+    try:
+        return FrameDecoder().feed(path.read_bytes()) if path.exists() else []
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except RemoteProtocolError as error:
+        raise ConfigurationError(not_ours(path, str(error))) from error
+
+
+def not_ours(path: Path, what: str) -> str:
+    """Returns the sentence that refuses a file of a run with something in it that this version does not write."""
+    return f"{path}: {what}. Another version of keepstep has written the file: continue with that one, or it is damaged"

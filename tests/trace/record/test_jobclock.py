@@ -60,11 +60,3 @@ def test_it_never_goes_back_behind_the_journal(info: RunInfo, machine: str | Non
     here = runfolder.goes_on(there, "second", last_s)
     assert here.clock().now_s() > last_s
     assert here.clock().now_s() < last_s + 60.0
-
-
-def test_an_older_version_wrote_no_machine(info: RunInfo) -> None:
-    old = {
-        name: value for name, value in msgspec.to_builtins(info).items() if name not in ("machine", "clock_offset_ns")
-    }
-    read = msgspec.convert(old, RunInfo)
-    assert read.clock().now_s() == pytest.approx(JobClock().now_s(), abs=60.0)

@@ -6,16 +6,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import xxhash
+from msgspec.json import schema
 
 from keepstep.controller.startup import StartUpRecord
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.recovery import RecoverySettings
+from keepstep.shared.tagpage import MOMENTS, PHASES
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.journal import Journal
-from keepstep.trace.record.phaselog import PhaseLog
+from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseLog
 from keepstep.trace.record.runfolder import RunInfo
+from keepstep.trace.weights.publications import Publications
 
 
 def info(what: str = "train.py") -> RunInfo:
@@ -30,6 +35,24 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     ended = runfolder.read_info(tmp_path).ended
     assert ended is not None
     assert (ended.exit_code, ended.reason, ended.at_ns) == (3, "why", written.started_ns + 5)
+
+
+FORM = {1: "f6657e979fb2f462"}
+"""`runfolder.FORMAT` -> a digest of what the files are made of that no reader can check by itself."""
+
+
+def test_the_number_of_the_format_changes_with_what_would_be_misread() -> None:
+    """If this fails, raise `FORMAT` and enter the new digest here."""
+    names = [str(each) for each in (*PHASES, *MOMENTS)]
+    schemas = [without_docstrings(schema(kind)) for kind in (RunInfo, Publications)]
+    form = repr((PHASE_DTYPE.descr, names, schemas)).encode()
+    assert {runfolder.FORMAT: xxhash.xxh3_64_hexdigest(form)} == FORM
+
+
+def without_docstrings(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_docstrings(each) for key, each in value.items() if key != "description"}
+    return [without_docstrings(each) for each in value] if isinstance(value, list) else value
 
 
 def test_two_runs_have_two_names() -> None:

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from tests.worker.state.parts import Job, content, small, written
@@ -11,6 +12,7 @@ from tests.worker.state.parts import Job, content, small, written
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
 from keepstep.worker.state import checkpoint
 from keepstep.worker.state.checkpoint import Checkpoints
+from keepstep.worker.state.dcp.writing import CHECKSUMS, CONTENT, checksum_of
 from keepstep.worker.state.protected import ProtectedState
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -246,3 +248,22 @@ def test_a_folder_without_checkpoints_is_a_beginning(tmp_path: Path, seed: int) 
     checkpoints = Checkpoints(Job(seed).state, tmp_path, every=1)
     checkpoints.inspect()
     assert checkpoints.steps() == ()
+
+
+def test_a_checkpoint_of_an_older_form_does_not_load_and_says_so(tmp_path: Path, seed: int) -> None:
+    """Its checksums are right. That version did not write which tensors are buffers."""
+    job = Job(seed)
+    written(tmp_path, {"model": job.model, "optimizer": job.optimizer, "scheduler": job.scheduler})
+    folder = tmp_path / "step_0000000001"
+    former = checksum_of(folder / CONTENT)
+    (folder / CONTENT).write_bytes(msgspec.msgpack.encode(msgspec.msgpack.decode((folder / CONTENT).read_bytes())[:-1]))
+    sums = (folder / CHECKSUMS).read_text()
+    (folder / CHECKSUMS).write_text(sums.replace(former, checksum_of(folder / CONTENT)))
+    before = job.everything()
+    checkpoints = Checkpoints(job.state, tmp_path, every=1)
+    text = "has another form than this version of keepstep writes .* load it with the version that has written it"
+    with pytest.raises(RemoteProtocolError, match=text):
+        checkpoints.load(1)
+    assert job.everything() == before
+    with pytest.raises(ConfigurationError, match="none of its 1 checkpoints is intact"):
+        Checkpoints(job.state, tmp_path, every=1).inspect()

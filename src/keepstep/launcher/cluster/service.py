@@ -6,6 +6,7 @@ A controller must hold the run's lease to serve it. So only one serves a run at 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import os
@@ -14,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +94,15 @@ def run_controller(options: ControllerOptions) -> dict[str, Any]:
         if options.is_continuing or (options.is_standby and _is_there(options.run_dir)):
             return _go_on(options, lease)
         info = runfolder.new_run(tuple(sys.argv), socket.gethostname(), options.recovery)
-        return _record(options, info, lease, None)
+        return _record(options, info, lease, None, ControllerMachine(options.recovery, options.lease_s))
 
 
 async def _await_turn(options: ControllerOptions, lease: RunLease) -> EndJob | None:
     """Waits until this controller holds the lease. Returns None, or how a signal has ended the wait.
 
     Raises:
-        ConfigurationError: another controller serves the run, and this one is not a standby; or the run was started
-            with other settings.
+        ConfigurationError: another controller serves the run, and this one is not a standby; or this one could not take
+            over: the run was started with other settings, or by a version that gives other orders.
     """
     is_told = False
     with stop_signal() as stopped:
@@ -109,6 +110,7 @@ async def _await_turn(options: ControllerOptions, lease: RunLease) -> EndJob | N
             if options.is_standby:
                 _check_settings(options)
                 if not is_told:
+                    _check_replay(options)
                     print(f"keepstep: standby for {lease.served_by()}", file=sys.stderr, flush=True)
                     is_told = True
             elif lease.is_served:
@@ -132,6 +134,27 @@ def _check_settings(options: ControllerOptions) -> None:
         raise ConfigurationError(f"--run-dir {options.run_dir}: the run in there was started with other settings")
 
 
+def _check_replay(options: ControllerOptions) -> None:
+    """Replays the journal so far, so that a standby of another version is refused while the first controller lives."""
+    if _is_there(options.run_dir, runfolder.JOURNAL):
+        info = runfolder.read_info(options.run_dir)
+        _replayed(options, info, journal.read(options.run_dir / runfolder.JOURNAL), info.clock().now_s())
+
+
+def _replayed(
+    options: ControllerOptions, info: runfolder.RunInfo, entries: Iterable[JournalEntry], now_s: float
+) -> ControllerMachine:
+    """Builds the machine from the journal.
+
+    Raises:
+        ConfigurationError: it gives other orders than those that the agents have received.
+    """
+    try:
+        return ControllerMachine.from_journal(options.recovery, entries, now_s, options.lease_s)
+    except ConfigurationError as error:
+        raise ConfigurationError(runfolder.other_version(options.run_dir, info, error)) from error
+
+
 def _go_on(options: ControllerOptions, lease: RunLease) -> dict[str, Any]:
     """Continues the run in the folder, whose former controller is gone."""
     _check_settings(options)
@@ -145,18 +168,23 @@ def _go_on(options: ControllerOptions, lease: RunLease) -> dict[str, Any]:
         return {"exit_code": info.ended.exit_code, "reason": info.ended.reason}
     is_begun = _is_there(options.run_dir, runfolder.JOURNAL)
     entries = journal.take_over(options.run_dir / runfolder.JOURNAL) if is_begun else []
-    last_s = entries[-1].at_s if entries else None
-    return _record(options, runfolder.goes_on(info, socket.gethostname(), last_s), lease, entries)
+    after = runfolder.goes_on(info, socket.gethostname(), entries[-1].at_s if entries else None)
+    machine = _replayed(options, info, _confirmed(entries, lease), after.clock().now_s())
+    return _record(options, after, lease, entries, machine)
 
 
 def _record(
-    options: ControllerOptions, info: runfolder.RunInfo, lease: RunLease, entries: list[JournalEntry] | None
+    options: ControllerOptions,
+    info: runfolder.RunInfo,
+    lease: RunLease,
+    entries: list[JournalEntry] | None,
+    machine: ControllerMachine,
 ) -> dict[str, Any]:
     return record_run(
         options.run_dir,
         info,
         options.outputs,
-        lambda recorder: asyncio.run(_serve(options, recorder, info.clock(), lease, entries)),
+        lambda recorder: asyncio.run(_serve(options, recorder, info.clock(), lease, machine, entries is not None)),
         entries,
         is_durable=options.is_durable,
         is_displacing=lease.taken_from is not None,
@@ -168,37 +196,32 @@ async def _serve(
     recorder: Recorder,
     clock: JobClock,
     lease: RunLease,
-    entries: list[JournalEntry] | None,
+    machine: ControllerMachine,
+    is_restarted: bool,
 ) -> dict[str, Any]:
-    if entries is None:
-        machine = ControllerMachine(options.recovery, options.lease_s)
-    else:
-        relived = _confirmed(entries, lease)
-        machine = ControllerMachine.from_journal(options.recovery, relived, clock.now_s(), options.lease_s)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection takes one
-    connections = _connections(options, lease.term)
-    port = await connections.start(*split(options.listen), options.tls)
-    print(f"keepstep: controller listens on port {port}", file=sys.stderr, flush=True)
-    stores = ControllerStores(options.run_dir, is_durable=options.is_durable)
-    controller = Controller(
-        machine,
-        connections,
-        recorder,
-        clock=clock,
-        confirm=lease.confirm,
-        when_calm=gc_freeze.set_aside,
-        is_restarted=entries is not None,
-        stores=stores,
-    )
-    if options.is_draining:
-        controller.drain(ended_by(signal.SIGTERM).reason)
-    async with control.serve(options.run_dir, lambda: describe(machine.job, _places(machine.job))):
-        try:
-            await _until_ended(controller, lease)
-        finally:
-            await connections.stop()
-            stores.close()
+    with contextlib.closing(ControllerStores(options.run_dir, is_durable=options.is_durable)) as stores:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection takes one
+        connections = _connections(options, lease.term)
+        port = await connections.start(*split(options.listen), options.tls)
+        print(f"keepstep: controller listens on port {port}", file=sys.stderr, flush=True)
+        controller = Controller(
+            machine,
+            connections,
+            recorder,
+            clock=clock,
+            confirm=lease.confirm,
+            when_calm=gc_freeze.set_aside,
+            is_restarted=is_restarted,
+            stores=stores,
+        )
+        if options.is_draining:
+            controller.drain(ended_by(signal.SIGTERM).reason)
+        async with control.serve(options.run_dir, lambda: describe(machine.job, _places(machine.job))):
+            try:
+                await _until_ended(controller, lease)
+            finally:
+                await connections.stop()
     return describe(machine.job)
 
 

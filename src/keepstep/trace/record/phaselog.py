@@ -149,7 +149,7 @@ class PhaseTail:
         """Yields the messages since the last call, each with the path of its segment.
 
         Raises:
-            RemoteProtocolError: a segment contains another message.
+            RemoteProtocolError: a segment contains another message, or none of this version.
         """
         while True:
             if self._file >= 0:
@@ -164,7 +164,11 @@ class PhaseTail:
     def _rest(self) -> Iterator[tuple[Path, PhasesObserved]]:
         assert self._path is not None
         while data := os.read(self._file, 1 << 20):
-            for message in self._decoder.feed(data):
+            try:
+                messages = self._decoder.feed(data)
+            except RemoteProtocolError as error:
+                raise RemoteProtocolError(f"{self._path}: {error}") from error
+            for message in messages:
                 if not isinstance(message, PhasesObserved):
                     raise RemoteProtocolError(f"{self._path}: holds {type(message).__name__}, which is no phases")
                 yield self._path, message

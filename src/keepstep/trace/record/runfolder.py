@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from keepstep.errors import ConfigurationError
+from keepstep.protocol.messages import printable
 from keepstep.protocol.recovery import RecoverySettings
 from keepstep.trace.record.jobclock import JobClock, this_machine
 from keepstep.trace.targets import write_whole
@@ -24,6 +25,8 @@ PHASES = "phases"
 START_UP = "start-up"
 STORE = "store"
 WEIGHTS = "weights.json"
+FORMAT = 1
+"""The form of a run's files. It is raised when an older version would misread a newer file, or the other way round."""
 _LOCK = "run.lock"
 _EARLIER = "earlier-{}"
 
@@ -36,13 +39,23 @@ class Ended(msgspec.Struct, frozen=True):
     at_ns: int
 
 
-class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+class _Written(msgspec.Struct, frozen=True):
+    """What `run.json` says in every format. Before formats had numbers, it was without one."""
+
+    version: str
+    format: int = 0
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The metadata of a run, in `run.json`."""
 
+    format: int
+    """`FORMAT` of the version that has written the files of the folder."""
     run: str
     """Random identifier, which distinguishes successive runs in one folder."""
     command: tuple[str, ...]
     version: str
+    """Version of keepstep of the current controller. It gives the same orders as the versions before it have given."""
     node: str
     pid: int
     settings: RecoverySettings
@@ -50,9 +63,9 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Start on the job's clock (`keepstep.trace.record.jobclock`), like all times of the journal and the phase log."""
     started_unix_ns: int
     """Start in Unix time."""
-    machine: str = ""
+    machine: str
     """Identifies the monotonic clock of the current controller; see `this_machine`."""
-    clock_offset_ns: int = 0
+    clock_offset_ns: int
     """The current controller adds this to its monotonic clock to get the job's clock."""
     ended: Ended | None = None
 
@@ -78,16 +91,23 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 def new_run(command: tuple[str, ...], node: str, settings: RecoverySettings) -> RunInfo:
     """Returns the metadata of a run that starts now."""
     return RunInfo(
+        format=FORMAT,
         run=secrets.token_hex(6),
         command=command,
-        version=importlib.metadata.version("keepstep"),
+        version=own_version(),
         node=node,
         pid=os.getpid(),
         settings=settings,
         started_ns=time.monotonic_ns(),
         started_unix_ns=time.time_ns(),
         machine=this_machine(),
+        clock_offset_ns=0,
     )
+
+
+def own_version() -> str:
+    """Returns the version of keepstep that runs here."""
+    return importlib.metadata.version("keepstep")
 
 
 def goes_on(info: RunInfo, node: str, last_s: float | None) -> RunInfo:
@@ -100,7 +120,13 @@ def goes_on(info: RunInfo, node: str, last_s: float | None) -> RunInfo:
     """
     offset_ns = info.clock(last_s).offset_ns
     return msgspec.structs.replace(
-        info, node=node, pid=os.getpid(), machine=this_machine(), clock_offset_ns=offset_ns, ended=None
+        info,
+        version=own_version(),
+        node=node,
+        pid=os.getpid(),
+        machine=this_machine(),
+        clock_offset_ns=offset_ns,
+        ended=None,
     )
 
 
@@ -179,15 +205,30 @@ def read_info(folder: Path) -> RunInfo:
     """Reads the metadata of the run in a folder.
 
     Raises:
-        ConfigurationError: there is no run, or its metadata cannot be read.
+        ConfigurationError: there is no run, its metadata cannot be read, or its files are in another format.
     """
     path = folder / INFO
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunInfo)
+        data = path.read_bytes()
+        written = msgspec.json.decode(data, type=_Written)
+        if written.format != FORMAT:
+            raise ConfigurationError(
+                f"{path}: keepstep {printable(written.version)} has recorded this run in format {written.format}, and "
+                f"keepstep {own_version()} reads format {FORMAT}: use the version that has recorded it"
+            )
+        return msgspec.json.decode(data, type=RunInfo)
     except OSError as error:
         raise ConfigurationError(f"{folder}: no run is recorded there ({INFO}: {error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: not what keepstep writes: {error}") from error
+
+
+def other_version(folder: Path, info: RunInfo, error: ConfigurationError) -> str:
+    """Returns the sentence that refuses a run whose journal this version replays differently. Its files stay."""
+    return (
+        f"{folder}: {error}. keepstep {printable(info.version)} has written it, and this is keepstep {own_version()}: "
+        "use the version that has written it, or begin a new run, from the newest checkpoint"
+    )
 
 
 def newest_run(folder: Path) -> Path:

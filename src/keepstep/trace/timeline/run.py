@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from keepstep.errors import ConfigurationError
-from keepstep.protocol.controller import JournalEntry, relive
+from keepstep.protocol.controller import JournalEntry, replay
 from keepstep.protocol.recovery import RecoveryMachine
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.journal import JournalTail
@@ -49,8 +49,8 @@ class News:
 class Run:
     """Follows the folder of a run, while the job runs and afterwards.
 
-    It does not read the controller's decisions from the journal. It replays the events with the same machine, so the
-    views show the real decisions by construction.
+    It replays the events of the journal with the controller's machine, and compares the orders with those of the
+    journal. So the views show the real decisions, or none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,6 +70,7 @@ class Run:
         self.stragglers = StragglerWatch(self.info.settings.world_size)
         self.events: list[ControlEvent] = []
         self._journal = JournalTail(self.folder / runfolder.JOURNAL)
+        self._num_entries = 0
         self._durations = Durations()
         self._stage = SceneStage(self.job)
         self._teller = Teller(self.job)
@@ -95,7 +96,7 @@ class Run:
         """Reads everything that was written since the last call.
 
         Raises:
-            ConfigurationError: the journal cannot be read.
+            ConfigurationError: the journal cannot be read, or this version replays it to other orders.
             RemoteProtocolError: the phase log cannot be read.
         """
         self._look_at_info()
@@ -142,7 +143,11 @@ class Run:
 
     def _live_through(self, entry: JournalEntry, news: News) -> None:
         self._stage.before()
-        relive(self.job, entry.event, entry.at_s)
+        self._num_entries += 1
+        try:
+            replay(self.job, entry, self._num_entries)
+        except ConfigurationError as error:
+            raise ConfigurationError(runfolder.other_version(self.folder, self.info, error)) from error
         if self._stage.after(entry) and self.scenes:
             for scene in self.scenes[-2:]:  # the one before may just have been superseded
                 news.scenes[scene.number] = scene

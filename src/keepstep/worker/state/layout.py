@@ -67,7 +67,7 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """The shape of the whole tensor."""
     is_dtensor: bool
     """Whether it is a DTensor, of which this is the local tensor."""
-    device: str = "cpu"
+    device: str
     """The type of device that it is on."""
 
     @property

@@ -38,9 +38,9 @@ class Modes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Parameters with ``requires_grad=False``."""
     written: frozenset[str] | None
     """See `ProtectedState.written`; None if not all are known yet."""
-    without_tensor: frozenset[str] = frozenset()
+    without_tensor: frozenset[str]
     """Buffers that are registered and None."""
-    transient: frozenset[str] = frozenset()
+    transient: frozenset[str]
     """Buffers that are not persistent."""
 
 

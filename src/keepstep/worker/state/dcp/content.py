@@ -72,7 +72,7 @@ class Content(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Optimizer state that is in no tensor, by ``optimizer/parameter``."""
     with_gradient: tuple[str, ...]
     modes: Modes
-    buffers: tuple[str, ...] = ()
+    buffers: tuple[str, ...]
     """Names of those tensors that are buffers, without ``model/``."""
 
     def host_of(self, shard: str) -> HostState | None:

@@ -39,7 +39,7 @@ class SavedCheckpoint:
 
     def __init__(self, path: Path) -> None:
         """Raises:
-        RemoteProtocolError: a file does not match its checksum.
+        RemoteProtocolError: a file does not match its checksum, or another version of keepstep has written it.
         OSError: a file cannot be read.
         """
         self._path = path
@@ -50,7 +50,13 @@ class SavedCheckpoint:
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._entries = metadata.state_dict_metadata
-        self.content = msgspec.msgpack.decode((path / CONTENT).read_bytes(), type=Content)
+        try:
+            self.content = msgspec.msgpack.decode((path / CONTENT).read_bytes(), type=Content)
+        except msgspec.ValidationError as error:
+            raise RemoteProtocolError(
+                f"{path / CONTENT} has another form than this version of keepstep writes ({error}): load it with the "
+                "version that has written it"
+            ) from error
 
     def _verify(self, names: Iterable[str]) -> None:
         for name in names:

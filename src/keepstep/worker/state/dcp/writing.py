@@ -156,7 +156,7 @@ class _Merged:
         self._held: dict[MetadataIndex, tuple[int, bytes]] = {}
         """For each block, the first rank that holds it, and its digest."""
         self._hosts: dict[tuple[bytes, tuple[bytes, ...]], HostState] = {}
-        self._content = Content((), (), {}, (), Modes(frozenset(), frozenset(), frozenset()))
+        self._content = Content((), (), {}, (), Modes(*[frozenset()] * 5), ())
         self._checksums: dict[str, str] = {}
 
     def add(self, part: WrittenPart) -> None:
