@@ -91,16 +91,22 @@ def fsdp1(_path: Path) -> Objects:
     return {"model": model}
 
 
-def other_fsdp2(**of_class: Any) -> Callable[[Path], Objects]:
+def other_fsdp2(parameter: object = None, **of_class: Any) -> Callable[[Path], Objects]:
     """FSDP2 as another release of torch may have it."""
 
     def make(_path: Path) -> Objects:
-        parameter_group = SimpleNamespace(fsdp_params=[object()])
+        parameter_group = SimpleNamespace(fsdp_params=[parameter])
         state = SimpleNamespace(_fsdp_param_groups=[parameter_group])
         methods = {"_get_fsdp_state": lambda _self: state}
         return {"model": type("FSDPModule", (torch.nn.Linear,), methods | of_class)(2, 2)}
 
     return make
+
+
+def other_dtensor(_path: Path) -> Objects:
+    """A DTensor as another release of torch may have it."""
+    kind = type("DTensor", (torch.Tensor,), {"__deepcopy__": lambda self, _memo: self})
+    return {"model": small(), "thing": Keeps({"average": torch.ones(2).as_subclass(kind)})}
 
 
 def foreign_mesh(_path: Path) -> Objects:
@@ -210,6 +216,8 @@ ROWS: dict[str, list[Make]] = {
         zero_of_shards,
         other_fsdp2(),
         other_fsdp2(reset_iter_state=None),
+        other_fsdp2(reset_iter_state=None, parameter=SimpleNamespace(unsharded_accumulated_grad=None)),
+        other_dtensor,
         foreign_mesh,
         pipeline_alone,
         zero_bubble,

@@ -1,7 +1,9 @@
 """What counts as weights, and under which names and places."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from keepstep.errors import ConfigurationError
 from keepstep.protocol.transfer.boxes import Box, whole
 from keepstep.protocol.transfer.layout import HeldPart, Want
 from keepstep.protocol.transfer.plan import Bucket, Piece, TensorForm
-from keepstep.weights.memory.blocks import Block, NamedBlock, Weights, copies_of, fingerprint, named_blocks
+from keepstep.weights.memory import blocks
+from keepstep.weights.memory.blocks import Block, NamedBlock, Weights, copies_of, fingerprint, local_of, named_blocks
 from keepstep.weights.memory.copies import copy_of
 from keepstep.weights.memory.pieces import as_tensor
 
@@ -323,6 +326,43 @@ def test_the_part_of_a_dtensor_is_said_to_be_where_it_is(tmp_path: Path, mesh_sh
             assert values == full[tuple(map(slice, box.start, box.stop))].flatten().tolist(), (how, shape_name, box)
             seen |= set(values)
         assert how == "scattered rows" or seen == set(full.flatten().tolist())
+
+
+# ---- Another release of torch --------------------------------------------------------------------------------------
+
+
+class OtherTensor(torch.Tensor):
+    """A DTensor that keeps its memory under another name."""
+
+
+OtherTensor.__name__ = "DTensor"
+
+
+class OtherPlacement:
+    """A placement that keeps its stride under another name."""
+
+    dim = 0
+
+    def is_shard(self, dim: int | None) -> bool:
+        return dim == self.dim
+
+
+OtherPlacement.__name__ = "_StridedShard"
+
+
+def test_a_dtensor_of_another_torch_is_not_taken_for_a_tensor_of_this_rank() -> None:
+    """Each operation on it would wait for all ranks, also for one that is lost."""
+    tensor = torch.ones(2).as_subclass(OtherTensor)
+    what = rf"^torch {re.escape(torch.__version__)}: a DTensor has no _local_tensor"
+    with pytest.raises(ConfigurationError, match=what):
+        local_of(tensor)
+
+
+def test_a_stride_under_another_name_is_not_taken_for_none() -> None:
+    value = SimpleNamespace(placements=[OtherPlacement()], device_mesh=None)
+    what = rf"^torch {re.escape(torch.__version__)}: a _StridedShard has no split_factor"
+    with pytest.raises(ConfigurationError, match=what):
+        blocks._is_scattered(value)  # type: ignore[arg-type]
 
 
 # ---- What changes ---------------------------------------------------------------------------------------------------

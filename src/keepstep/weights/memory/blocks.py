@@ -127,9 +127,25 @@ def is_dtensor(value: object) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's own memory on this rank, else the tensor itself. An operation on it never communicates."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    return local if isinstance(local, torch.Tensor) else tensor
+    """A DTensor's own memory on this rank, else the tensor itself. An operation on it never communicates.
+
+    Raises:
+        ConfigurationError: it is a DTensor that keeps its memory elsewhere: torch is another one than those that
+            keepstep was tested with. An operation on the DTensor itself would wait for ranks that may be lost.
+    """
+    local = getattr(tensor, "_local_tensor", None)
+    if isinstance(local, torch.Tensor):
+        return local
+    if is_dtensor(tensor):
+        raise ConfigurationError(_unknown(tensor, "_local_tensor"))
+    return tensor
+
+
+def _unknown(thing: object, attribute: str) -> str:
+    return (
+        f"torch {torch.__version__}: a {type(thing).__name__} has no {attribute}, which keepstep reads: install a "
+        "release of torch that this release of keepstep was tested with"
+    )
 
 
 def _local(value: torch.Tensor | Block) -> torch.Tensor:
@@ -199,9 +215,16 @@ def _block_of_dtensor(name: str, value: torch.Tensor) -> Block:
 
 
 def _is_scattered(value: DTensor) -> bool:
-    """Whether this rank's rows are not adjacent: strided sharding that no further sharding makes contiguous."""
+    """Whether this rank's rows are not adjacent: strided sharding that no further sharding makes contiguous.
+
+    Raises:
+        ConfigurationError: this torch keeps the stride elsewhere.
+    """
     for dim, placement in enumerate(value.placements):
-        factor = getattr(placement, "split_factor", 1)
+        is_strided = is_named(placement, "_StridedShard")
+        if is_strided and not hasattr(placement, "split_factor"):
+            raise ConfigurationError(_unknown(placement, "split_factor"))
+        factor = placement.split_factor if is_strided else 1  # type: ignore[attr-defined]
         later = [
             value.device_mesh.size(other)
             for other in range(dim + 1, len(value.placements))

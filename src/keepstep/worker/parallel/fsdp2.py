@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from inspect import get_annotations
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ _FLAGS_BEFORE_THE_FIRST_FORWARD = tuple(name for name in _GROUP_FLAGS if name !=
 """The first forward sets the other one for good: from then on the root stays gathered after a forward."""
 _CONTEXT_FLAGS = ("is_last_backward", "post_optim_event", "manual_backward_finalization")
 """Such flags of the root's context. Torch 2.13 does not know the last one."""
+
+_GATHERED = "_unsharded_param"
+"""The gathered parameter, which a group's parameter has from its first all-gather on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ class FullySharded(Replicated):
             for parameter in group.fsdp_params:
                 if not _is_computed(parameter, "unsharded_accumulated_grad"):
                     parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):  # it was gathered once
+                if hasattr(parameter, _GATHERED):  # it was gathered once
                     parameter._unsharded_param.grad = None
         for flag in self._flags:
             flag.put_back()
@@ -138,7 +142,10 @@ def _check(name: str, module: Any) -> None:
             "without which no interrupted step can be undone: use a release of torch that keepstep names as tested"
         )
     for group in _state_of(module)._fsdp_param_groups:
-        if not all(hasattr(parameter, "unsharded_accumulated_grad") for parameter in group.fsdp_params):
+        if not all(
+            hasattr(parameter, "unsharded_accumulated_grad") and _GATHERED in get_annotations(type(parameter))
+            for parameter in group.fsdp_params
+        ):
             raise ConfigurationError(
                 f"protect(): {name} is fully sharded, and FSDP2 of torch {torch.__version__} keeps gradients in "
                 "another place than keepstep knows: use a release of torch that keepstep names as tested"
