@@ -8,6 +8,7 @@ from tests.worker.state.parts import content, small, train
 from torch.optim.swa_utils import AveragedModel
 
 from keepstep.errors import UsageError
+from keepstep.worker.state import rollback
 from keepstep.worker.state.protected import Modes, ProtectedState
 from keepstep.worker.state.rollback import LEARNING_STEPS, StepSnapshot
 
@@ -114,7 +115,7 @@ def test_a_replacement_knows_what_is_written_to() -> None:
     replacement.forward_and_backward()
     replacement.snapshot.put_back()
     assert content(replacement.state) == before
-    replacement.state.place_modes(Modes(frozenset(), frozenset(), None))
+    replacement.state.place_modes(Modes(frozenset(), frozenset(), None, frozenset(), frozenset()))
     assert replacement.state.knows_written, "it has learned that meanwhile"
 
 
@@ -230,3 +231,39 @@ def test_one_of_two_optimizers_may_be_left_alone() -> None:
     train(model, optimizers, 1, 0)
     snapshot.take()
     snapshot.check_gradients()
+
+
+@pytest.mark.parametrize("write", [in_place, assigned, uncounted])
+def test_without_memory_for_a_copy_of_all_parameters_the_written_ones_are_found_by_digests(
+    write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = Trained(Momentum(write))
+    monkeypatch.setattr(rollback, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(rollback, "_on_host", lambda tensor: pytest.fail("a copy was made"))
+    for _ in range(LEARNING_STEPS):
+        trained.step()
+    assert trained.state.knows_written
+    assert {name for name, _ in trained.state.parameters() if ".key." in name} == trained.state.written
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("keepstep: this rank does not copy its parameters (")
+    trained.optimizer.zero_grad()
+    before = content(trained.state)
+    trained.snapshot.take()
+    trained.forward_and_backward()
+    trained.snapshot.put_back()
+    assert content(trained.state) == before
+
+
+def test_a_write_that_only_a_digest_has_shown_is_named_where_its_step_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = Trained(Momentum(uncounted))
+    trained.optimizer.step()
+    with torch.no_grad():
+        next(trained.model.query.parameters()).add_(1)
+    monkeypatch.setattr(rollback, "free_bytes", lambda: 0)
+    trained.snapshot.take()
+    trained.forward_and_backward()
+    trained.snapshot.put_back()
+    assert "for the first time in the step that is repeated" in capsys.readouterr().err
+    assert trained.state.written

@@ -7,11 +7,13 @@ import weakref
 from typing import Any
 
 import torch
+import xxhash
 
 from keepstep.errors import UsageError
+from keepstep.freememory import free_bytes
 from keepstep.protocol.comparison import COMPARED
 from keepstep.weights.memory.blocks import is_dtensor, local_of
-from keepstep.weights.memory.bytes_of import byte_view
+from keepstep.weights.memory.bytes_of import byte_view, host_bytes
 from keepstep.worker.state.protected import ProtectedState, parameters_of
 
 
@@ -61,6 +63,8 @@ class _ModuleBuffers:
 LEARNING_STEPS = 3
 """More than one, because in the first step a momentum encoder may still equal the encoder that it follows: then a write
 does not change the content."""
+COPY_SHARE = 1 / 16
+"""The copy of all parameters may take this share of the node's free memory: 16 ranks of a node may make one at once."""
 
 
 _CHECKED_STEPS = 2 * max(COMPARED)
@@ -77,6 +81,8 @@ class WrittenParameters:
 
     * In a rank's first steps it copies all parameters to host memory and compares them at the gradient barrier. This
       also finds writes through ``.data``, which torch does not count.
+      If the copy is larger than `COPY_SHARE` of the node's free memory, it compares digests instead. They show the same
+      writes, but an interrupted step cannot restore a parameter that is first written in it; the rank says so.
     * Later it compares torch's version counter of each tensor, and its address in case the script assigned ``.data``.
 
     `ProtectedState.written` holds the result. keepstep copies these parameters whenever a step is yielded. Parameters
@@ -100,6 +106,10 @@ class WrittenParameters:
         """Index -> copy of a parameter that the script writes to in every step."""
         self._others: dict[int, torch.Tensor] = {}
         """Index -> copy in host memory: of all other parameters while keepstep learns, or of guarded averages."""
+        self._digests: dict[int, int] = {}
+        """Index -> digest of a parameter, in place of the copies in `_others`."""
+        self._is_told = False
+        """Whether the rank has said that it has no memory for these copies."""
         self._left_to_learn = LEARNING_STEPS
 
     def take(self) -> None:
@@ -113,9 +123,28 @@ class WrittenParameters:
             for index, (name, _parameter) in enumerate(self._named):
                 if name in written:
                     _copy_into(self._copies, index, tensors[index])
-        self._others = {}
+        self._others, self._digests = {}, {}
         if not self._state.knows_written:
-            self._others = {i: _on_host(tensor) for i, tensor in enumerate(tensors) if i not in self._copies}
+            others = {i: tensor for i, tensor in enumerate(tensors) if i not in self._copies}
+            if self._has_memory_for(sum(tensor.nbytes for tensor in others.values())):
+                self._others = {i: _on_host(tensor) for i, tensor in others.items()}
+            else:
+                self._digests = {i: _digest(tensor) for i, tensor in others.items()}
+
+    def _has_memory_for(self, num_bytes: int) -> bool:
+        if num_bytes <= COPY_SHARE * (free := free_bytes()):
+            return True
+        if not self._is_told:
+            self._is_told = True
+            print(
+                f"keepstep: this rank does not copy its parameters ({num_bytes / 1e6:.3g} MB) in its first "
+                f"{LEARNING_STEPS} steps, because {free / 1e6:.3g} MB of the node's memory are free; it compares digests. "
+                "If one of these steps is repeated, what the script writes to parameters in front of optimizer.step() "
+                "is not undone",
+                file=sys.stderr,
+                flush=True,
+            )
+        return False
 
     def guard(self) -> None:
         """Copies the averages, before the script may write to them outside of a step."""
@@ -134,8 +163,9 @@ class WrittenParameters:
             found.difference_update(self._others)  # where it is guarded, at the end of an epoch, it is not every step
         else:
             found |= {index for index, copy in self._others.items() if not _is_same(tensors[index], copy)}
+            found |= {index for index, digest in self._digests.items() if _digest(tensors[index]) != digest}
             self._copies |= {index: self._others[index] for index in found if index in self._others}
-            self._others = {}
+            self._others, self._digests = {}, {}
             self._left_to_learn -= 1
             state.knows_written = self._left_to_learn == 0
         state.written |= {self._named[index][0] for index in found}
@@ -148,7 +178,7 @@ class WrittenParameters:
             copy = self._copies.get(index, self._others.get(index))
             if copy is not None:
                 tensor.copy_(copy)
-            elif marks[index] != self._marks[index]:
+            elif marks[index] != self._marks[index] or self._has_other_digest(index, tensor):
                 unknown.add(self._named[index][0])
         self._marks = self._read_marks()
         if unknown:
@@ -160,6 +190,9 @@ class WrittenParameters:
                 flush=True,
             )
             self._state.written |= unknown
+
+    def _has_other_digest(self, index: int, tensor: torch.Tensor) -> bool:
+        return index in self._digests and _digest(tensor) != self._digests[index]
 
     def _tensors(self) -> list[torch.Tensor]:
         return [local_of(parameter) for parameter in self._whole] if self._is_sharded else self._whole
@@ -341,6 +374,10 @@ def _in_modules_without(trained: set[int], state: ProtectedState) -> set[str]:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(host_bytes(tensor.detach()))
 
 
 def _is_same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
