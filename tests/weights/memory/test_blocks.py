@@ -362,7 +362,7 @@ def test_a_stride_under_another_name_is_not_taken_for_none() -> None:
     value = SimpleNamespace(placements=[OtherPlacement()], device_mesh=None)
     what = rf"^torch {re.escape(torch.__version__)}: a _StridedShard has no split_factor"
     with pytest.raises(ConfigurationError, match=what):
-        blocks._is_scattered(value)  # type: ignore[arg-type]
+        blocks._is_scattered(value)  # type: ignore[arg-type]  # stands for a DTensor
 
 
 # ---- What changes ---------------------------------------------------------------------------------------------------

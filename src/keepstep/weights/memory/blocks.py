@@ -224,7 +224,7 @@ def _is_scattered(value: DTensor) -> bool:
         is_strided = is_named(placement, "_StridedShard")
         if is_strided and not hasattr(placement, "split_factor"):
             raise ConfigurationError(_unknown(placement, "split_factor"))
-        factor = placement.split_factor if is_strided else 1  # type: ignore[attr-defined]
+        factor = placement.split_factor if is_strided else 1  # type: ignore[attr-defined]  # of _StridedShard
         later = [
             value.device_mesh.size(other)
             for other in range(dim + 1, len(value.placements))

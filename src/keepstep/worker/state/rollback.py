@@ -138,7 +138,7 @@ class WrittenParameters:
             self._is_told = True
             print(
                 f"keepstep: this rank does not copy its parameters ({num_bytes / 1e6:.3g} MB) in its first "
-                f"{LEARNING_STEPS} steps, because {free / 1e6:.3g} MB of the node's memory are free; it compares digests. "
+                f"{LEARNING_STEPS} steps, because {free / 1e6:.3g} MB of memory are free; it compares digests. "
                 "If one of these steps is repeated, what the script writes to parameters in front of optimizer.step() "
                 "is not undone",
                 file=sys.stderr,
