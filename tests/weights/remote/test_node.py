@@ -336,6 +336,9 @@ def test_callers_that_say_nothing_keep_no_node_out(tmp_path: Path, monkeypatch: 
         with contextlib.ExitStack() as stack:
             callers = [stack.enter_context(socket.create_connection(where, PATIENCE_S)) for _ in range(4)]
             assert callers[0].recv(1) == b""
+            callers[3].setblocking(False)
+            with pytest.raises(BlockingIOError):  # it is still greeted, so the first did not run into a timeout
+                callers[3].recv(1)
             made.receive("n1")
 
 
