@@ -267,6 +267,14 @@ def test_lines_around_a_step(tmp_path: Path, flags: list[str]) -> None:
     assert code == 0, output
 
 
+@pytest.mark.parametrize("flags", [[], ["--look"]])
+def test_what_all_survivors_decide_behind_the_update_costs_no_state(tmp_path: Path, flags: list[str]) -> None:
+    """The one that is lost there takes a value with it, by which both others then decide the same."""
+    code, result, output = drill(tmp_path, "--nproc-per-node", 3, SCRIPTS / "behind_update.py", *flags)
+    assert code == 0, output
+    assert len(result["faults"]) == len(IN_A_STEP)
+
+
 @pytest.mark.parametrize("flags", [[], ["--detach"]])
 def test_two_models_that_are_updated_in_turn(tmp_path: Path, flags: list[str]) -> None:
     """A forward changes the buffers of the model whose turn it is not, and may leave its reducer waiting."""

@@ -219,9 +219,11 @@ def test_a_value_that_is_lost_after_the_update_is_not_printed_as_if_it_were_true
 def test_a_copy_that_was_decided_by_a_lost_value_does_not_count(tmp_path: Path) -> None:
     """The other rank is gone, so there is no whole copy left."""
     code, _out, err = loses_a_reduced_loss(tmp_path, "plateau.step(loss.item())")
-    assert code == 75
+    assert code == 76
     where = re.escape(str(tmp_path / "script.py")) + r":\d+: plateau\.step\(loss\.item\(\)\)"
     assert re.search(f"may have got into what the script has decided by it, at {where}", err), err
+    [saved] = (tmp_path / "work").glob("keepstep-rescue-*")
+    assert re.fullmatch(r"keepstep-rescue-step6-rank0-\w+-in-doubt", saved.name)
 
 
 def script(tmp_path: Path, body: str) -> Path:

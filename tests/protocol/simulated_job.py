@@ -384,7 +384,8 @@ class SimulatedJob(SimulatedNodes):
         snapshots = tuple(sorted(self.checkpoints))
         reach, at, _ = worker.said = (worker.reach(), worker.parameters_at, snapshots)
         self._queue(
-            worker.number, SafePointReached((worker.number,), worker.told, step, phase, reach, at, snapshots, False, (), None)
+            worker.number,
+            SafePointReached((worker.number,), worker.told, step, phase, reach, at, snapshots, False, (), None),
         )
 
     def _carry_out(self, worker: SimulatedWorker, order: Recover) -> None:

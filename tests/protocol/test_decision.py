@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,8 @@ from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.stages.decision import (
     MAX_SOURCES,
     decide,
+    equal_in_doubt,
+    is_in_doubt,
     kept_step,
     out_of_reach,
     reachable_step,
@@ -45,7 +48,9 @@ def ready(generation: int, reach: tuple[int, ...] = (0,), snapshots: tuple[int, 
 
 def safe(step: int, phase: Phase, reach: tuple[int, ...], snapshots: tuple[int, ...] = ()) -> SafePointReached:
     current = step if phase in (Phase.BACKWARD, Phase.SYNCED) else step + 1
-    return SafePointReached((0,), GENERATION, step, phase, reach, current if reach else None, snapshots, False, (), None)
+    return SafePointReached(
+        (0,), GENERATION, step, phase, reach, current if reach else None, snapshots, False, (), None
+    )
 
 
 def roster_of(*reports: dict[str, SafePointReached | WorkerReady]) -> Roster:
@@ -97,6 +102,42 @@ def test_a_synced_rank_of_one_shard_does_not_leave_the_only_copy_of_another_behi
     decision = decide(roster, SnapshotRegister(), membership, step, GENERATION)
     assert decision.actions == {0: Action.STAY, 1: Action.STAY, 2: Action.RESTORE, 3: Action.STAY}
     assert decision.transfers == (Transfer((0,), (2,)),)
+
+
+def doubted(digest: str, step: int = 3, rank_snapshots: tuple[int, ...] = ()) -> dict[str, SafePointReached]:
+    return {"safe": msgspec.structs.replace(safe(step, Phase.UPDATED, (), rank_snapshots), doubt=digest)}
+
+
+@pytest.mark.parametrize(
+    ("shards", "said", "equal", "is_left_in_doubt"),
+    [
+        ("000", [doubted("a"), doubted("a"), {}], {0, 1}, True),
+        ("000", [doubted("a"), doubted("b"), {}], set(), True),
+        ("000", [doubted("a"), doubted("a"), doubted("b")], set(), True),
+        ("000", [doubted("a"), doubted("a", step=4), {}], set(), True),
+        ("00", [doubted("a"), {}], set(), True),
+        ("000", [doubted("a"), doubted("a"), {"safe": OPTIMIZER}], set(), False),
+        ("000", [doubted("a"), doubted("a"), {"safe": TORN}], {0, 1}, True),
+        ("xxyy", [doubted("a"), doubted("a"), doubted("b"), doubted("b")], {0, 1, 2, 3}, True),
+        ("xxyy", [doubted("a"), doubted("a"), doubted("a"), {}], {0, 1}, True),
+        ("xxyy", [{"safe": OPTIMIZER}, doubted("a"), doubted("b"), doubted("b")], {2, 3}, True),
+        ("00", [{"safe": TORN}, {}], set(), False),
+    ],
+)
+def test_copies_in_doubt_count_if_they_are_equal_and_no_other_is_left(
+    shards: str, said: list[dict[str, Any]], equal: set[int], is_left_in_doubt: bool
+) -> None:
+    roster = roster_of(*said)
+    found = equal_in_doubt(roster, sharded(shards), GENERATION)
+    assert found.keys() == {worker_of(roster, rank).worker for rank in equal}
+    assert all(word == ((4,), 4, ()) for word in found.values())
+    assert is_in_doubt(roster, sharded(shards), GENERATION) == is_left_in_doubt
+
+
+def test_what_is_given_up_is_not_compared() -> None:
+    roster = roster_of(doubted("a"), doubted("a"), doubted("b"), {"safe": OPTIMIZER})
+    silent = [worker_of(roster, rank).worker for rank in (2, 3)]
+    assert len(equal_in_doubt(roster, sharded("0000"), GENERATION, silent)) == 2
 
 
 def test_a_shard_without_a_live_copy_takes_all_back_to_a_checkpoint() -> None:
@@ -159,7 +200,11 @@ def report_of(position: Position) -> dict[str, SafePointReached | WorkerReady]:
         return {"ready": ready(0, ())}
     step, at = position
     reach = tuple(sorted(rests_at(position)))
-    return {"safe": SafePointReached((0,), GENERATION, step, PHASE_OF[at], reach, standing_at(position), (), False, (), None)}
+    return {
+        "safe": SafePointReached(
+            (0,), GENERATION, step, PHASE_OF[at], reach, standing_at(position), (), False, (), None
+        )
+    }
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -187,7 +187,9 @@ def test_a_whole_recovery_costs_in_proportion_to_the_world_size() -> None:
         job = Job(world_size).until(Stage.TRAINING, but=world_size)
         with Lines() as lines:
             job.effects += job.machine.node_lost("n1", "not heard of", 2.0, 2.0)
-            job.all_say(lambda number: SafePointReached((number,), 2, -1, Phase.STARTING, (), None, (), False, (), None))
+            job.all_say(
+                lambda number: SafePointReached((number,), 2, -1, Phase.STARTING, (), None, (), False, (), None)
+            )
             for effect in job.effects:  # it grows meanwhile
                 if isinstance(effect.order, FenceWorker):
                     job.say(str(effect.node), WorkerFenced(effect.order.worker))

@@ -7,6 +7,7 @@ from keepstep.protocol import messages as msg
 from keepstep.protocol.messages import (
     Assign,
     CollectiveFailed,
+    DoubtLifted,
     Complete,
     GroupsReset,
     Member,
@@ -249,6 +250,41 @@ def test_an_update_that_a_missing_value_has_got_into_is_torn() -> None:
     assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (), None, (), False, (), None), Wait()]
 
 
+def in_doubt() -> WorkerMachine:
+    machine = training(Phase.OPTIMIZER, 5)
+    machine.receive(stop(2))
+    machine.lost_value()
+    machine.steps.advance(StepEvent.STEP_COMPLETED)
+    machine.found_partially_updated("digest")
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (), None, (), False, (), "digest"),
+        Wait(),
+    ]
+    return machine
+
+
+def test_a_copy_in_doubt_counts_as_soon_as_the_controller_says_so() -> None:
+    machine = in_doubt()
+    machine.receive(DoubtLifted(2, (NUMBER + 1,)))
+    assert machine.own_reach() == ()
+    machine.receive(DoubtLifted(2, (NUMBER + 1, NUMBER)))
+    machine.receive(stop(3))
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, (), None), Wait()]
+    recover = Recover(3, 6, (), MEMBERSHIP, (), None)
+    machine.receive(recover)
+    reconnect(machine, recover)
+    assert moves(machine)[-1] == Load(recover, Action.STAY)
+
+
+def test_a_copy_in_doubt_that_is_restored_is_no_longer_in_doubt() -> None:
+    machine = in_doubt()
+    reconnect(machine, Recover(2, 6, (Transfer((0,), (RANK,)),), MEMBERSHIP, (), None))
+    assert moves(machine)[-1].action is Action.RESTORE
+    assert machine.doubt is None
+    machine.receive(DoubtLifted(2, (NUMBER,)))
+    assert machine.own_reach() == ()
+
+
 def test_an_update_that_no_missing_value_has_got_into_is_whole() -> None:
     machine = training(Phase.OPTIMIZER, 5)
     machine.receive(stop(2))
@@ -475,7 +511,10 @@ def test_a_broken_transfer_tears_the_receiver_and_not_the_source(receives: bool)
     assert moves(machine) == [CollectiveFailed(NUMBER, 2, "restore", "connection reset"), Wait()]
     machine.receive(stop(3))
     reach, current = ((), None) if receives else ((6,), 6)
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, reach, current, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, reach, current, (), False, (), None),
+        Wait(),
+    ]
 
 
 @pytest.mark.parametrize("has_come", [False, True])

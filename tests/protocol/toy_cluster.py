@@ -98,7 +98,9 @@ class ToyNode:
                 reach = () if worker.step is None else (worker.step,)
                 at = (worker.step or 0) - 1
                 self._say(
-                    msg.SafePointReached(me, order.generation, at, Phase.UPDATED, reach, worker.step, (), False, (), None),
+                    msg.SafePointReached(
+                        me, order.generation, at, Phase.UPDATED, reach, worker.step, (), False, (), None
+                    ),
                     now_s,
                 )
             case msg.Recover():

@@ -1483,6 +1483,9 @@ CASES: dict[Plant, Callable[[int], Case]] = {
 
 
 QUICKEST_SEED: dict[Plant, int] = {
+    copies_in_doubt_count_though_they_differ: 407,
+    copies_in_doubt_are_not_compared: 167,
+    a_rank_keeps_its_doubt: 167,
     collectives_of_a_group_are_not_compared: 922,
     a_restarted_controller_forgets_what_came_in_bundles: 183,
     a_rank_is_synced_before_its_snapshot_is_complete: 107,

@@ -117,6 +117,8 @@ def _brief(message: msg.AnyMessage) -> str:
             return f"ready, can be at {' or '.join(map(str, message.reach)) or 'nowhere'}"
         case msg.Stop():
             return f"stop, generation {message.generation} begins"
+        case msg.DoubtLifted():
+            return f"what workers {list(message.workers)} hold counts"
         case msg.Recover():
             moves = "; ".join(f"{list(t.sources)} send to {list(t.receivers)}" for t in message.transfers)
             return f"generation {message.generation} resumes at step {message.resume_step}" + (moves and f", {moves}")

@@ -274,7 +274,9 @@ class Coordination:
             self.machine.found_whole()
         elif self.machine.in_doubt and harm is not None:
             self.machine.found_partially_updated(self.digest_of_copy() if harm.is_doubt else None)
-            counts = "counts only if no other is left and a replica's equals it" if harm.is_doubt else "has to be restored"
+            counts = (
+                "counts only if no other is left and a replica's equals it" if harm.is_doubt else "has to be restored"
+            )
             print(
                 f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: the value that a failure cut off "
                 f"may have got into {harm.where}; this rank's copy {counts}. Before optimizer.step() such a "

@@ -208,9 +208,7 @@ AgentReport: TypeAlias = (
     | WorkerDone
     | WorkerFenced
 )
-HolderOrder: TypeAlias = (
-    Stop | DoubtLifted | Recover | Resume | Complete | Abandon | Rescue | Hold | Drain | Terminate
-)
+HolderOrder: TypeAlias = Stop | DoubtLifted | Recover | Resume | Complete | Abandon | Rescue | Hold | Drain | Terminate
 """For every worker that holds a rank."""
 WorkerOrder: TypeAlias = HolderOrder | Assign | InheritSnapshots | StoreAnswered | OnceAnswered
 AgentOrder: TypeAlias = (

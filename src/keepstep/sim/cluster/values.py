@@ -16,7 +16,6 @@ Rows = tuple[int, ...]
 """The values of all ranks, ordered by rank."""
 
 
-
 class LostValue(enum.Enum):
     """What becomes of a value that a failure has cut off after the update."""
 

@@ -33,6 +33,7 @@ _ORDERS: dict[type[msg.AgentOrder], tuple[str, str]] = {
     msg.FenceWorker: ("worker fenced", "info"),
     msg.Assign: ("rank assigned", "info"),
     msg.Stop: ("recovery begun", "warning"),
+    msg.DoubtLifted: ("doubt lifted", "warning"),
     msg.Recover: ("recovery decided", "info"),
     msg.Resume: ("training resumed", "info"),
     msg.Complete: ("training completed", "info"),

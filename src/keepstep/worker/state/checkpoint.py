@@ -330,11 +330,14 @@ def rescue(state: ProtectedState, step: int, share: Share, *, in_doubt: bool = F
         OSError: the state cannot be written.
         StateMismatch: the parts of the ranks do not form one state.
     """
+    doubt = "-in-doubt" if in_doubt else ""
     if share.is_all:
-        path = tempfile.mkdtemp(prefix=f"keepstep-rescue-step{step}-rank{share.rank}-", dir=os.getcwd())
+        name = f"keepstep-rescue-step{step}-rank{share.rank}-"
+        path = tempfile.mkdtemp(prefix=name, suffix=doubt, dir=os.getcwd())
     else:
         spawner = psutil.Process(os.getppid())  # identifies the job: the parent of all its ranks on this machine only
-        path = os.path.join(os.getcwd(), f"keepstep-rescue-step{step}-{spawner.pid}-{spawner.create_time():.0f}")
+        name = f"keepstep-rescue-step{step}-{spawner.pid}-{spawner.create_time():.0f}{doubt}"
+        path = os.path.join(os.getcwd(), name)
     _write(*describe(state, share), Path(path), share)
     return path
 
