@@ -313,6 +313,11 @@ class SimulatedJob(SimulatedNodes):
     ) -> Callable[[], None] | None:
         return None if (worker.number, kind) in self._withheld else lambda: move(worker)
 
+    def _running(self) -> list[SimulatedWorker]:
+        """The processes that may run a line of their script: SIGKILL is pending in one that does not die of it."""
+        stuck = {number for number, kind in self._withheld if kind is WorkerFenced}
+        return [each for each in self.workers.values() if not (each.dying and each.number in stuck)]
+
     def _collective_failure(self, worker: SimulatedWorker) -> Callable[[], None] | None:
         """A hint that a peer is gone, open to a worker that could be waiting for one that is."""
         ranks = {other.rank for other in self.workers.values()}
@@ -501,7 +506,7 @@ class SimulatedJob(SimulatedNodes):
                 assert self.ended is None, "the job ends twice"
                 self.ended = effect.order
             elif isinstance(effect.order, Recover):
-                self.oracle.check_decision(effect.order, self.workers.values())
+                self.oracle.check_decision(effect.order, self._running())
             elif isinstance(effect.order, Resume):
                 self.oracle.check_resume(effect.order, self.workers)
             self._obey(effect)

@@ -7,6 +7,7 @@ from tests.protocol.simulated_worker import SimulatedWorker
 from keepstep.protocol.messages import (
     Cause,
     FenceWorker,
+    RescueGoesOn,
     SafePointReached,
     StateRecovered,
     StateRescued,
@@ -232,8 +233,8 @@ def test_the_end_after_a_loss_has_a_deadline() -> None:
 
 
 @pytest.mark.parametrize("survivor_answers", [True, False])
-def test_a_fence_that_is_never_confirmed_does_not_hang_the_job(survivor_answers: bool) -> None:
-    """A process that waits inside a driver does not die of SIGKILL."""
+def test_a_process_that_cannot_be_killed_loses_its_device_and_no_more(survivor_answers: bool) -> None:
+    """One that waits inside a driver does not die of SIGKILL."""
     job = with_deadlines(world_size=3, num_spares=3).bring_all(3, Phase.BACKWARD)
     for worker in job.workers.values():
         job.withhold(worker, WorkerFenced)
@@ -241,13 +242,14 @@ def test_a_fence_that_is_never_confirmed_does_not_hang_the_job(survivor_answers:
     if not survivor_answers:
         job.hang(job.holder(2), seen=False)
     job.settle()
-    for _ in range(4):
-        if not job.ended:
-            job.deadline()
-            job.settle()
-    exit_code, reason = ended(job)
-    assert exit_code == 76
-    assert "replacement" not in reason
+    until_training(job)
+    assert job.machine.stage is Stage.TRAINING
+    closed = {(node.name, device) for node in job.machine.roster.nodes.values() for device in node.closed}
+    lost = [worker for worker in job.machine.roster.workers.values() if worker.lost]
+    assert closed == {(worker.node, worker.device) for worker in lost}
+    assert len(closed) == (1 if survivor_answers else 2)
+    job.finish()
+    assert ended(job)[0] == 0
 
 
 def test_a_fence_that_is_ordered_late_has_a_time_of_its_own() -> None:
@@ -307,3 +309,23 @@ def test_a_late_fence_has_its_time_even_if_the_last_survivor_stops_meanwhile() -
     assert job.machine.next_deadline() == pytest.approx(lost_s + DEADLINES["end_s"])
     job.release()
     assert job.settle().where == (Stage.TRAINING, 2)
+
+
+def test_a_rescue_has_a_new_time_whenever_state_was_written() -> None:
+    job = with_deadlines(num_spares=0).bring_all(3, Phase.BACKWARD)
+    job.kill(job.holder(1))
+    while 2 not in job.workers:
+        next(job.moves(training=False))[1]()
+    job.withhold(job.workers[2], WorkerReady)
+    job.settle()
+    survivor = job.holder(0)
+    job.withhold(survivor, StateRescued)
+    job.deadline()
+    job.settle()
+    for _ in range(3):
+        job.now_s += 0.9 * DEADLINES["end_s"]
+        job.say(RescueGoesOn(survivor.number))
+        assert job.machine.next_deadline() == pytest.approx(job.now_s + DEADLINES["end_s"])
+    job.release()
+    job.settle()
+    assert "rescued-0-at-3.pt" in ended(job)[1]

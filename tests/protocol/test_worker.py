@@ -7,8 +7,8 @@ from keepstep.protocol import messages as msg
 from keepstep.protocol.messages import (
     Assign,
     CollectiveFailed,
-    DoubtLifted,
     Complete,
+    DoubtLifted,
     GroupsReset,
     Member,
     Membership,

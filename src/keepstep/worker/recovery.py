@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import NoReturn, assert_never
 
+import psutil
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import Store
@@ -19,14 +22,14 @@ from keepstep.errors import (
     StateMismatch,
     StepInterrupted,
 )
-from keepstep.protocol.messages import CheckpointWritten, Rescue, Transfer, text
+from keepstep.protocol.messages import CheckpointWritten, Rescue, RescueGoesOn, Transfer, text
 from keepstep.protocol.moves import Build, End, Load, Save, SaveAndEnd, Train, Undo, Update
 from keepstep.protocol.resume import Action
 from keepstep.weights.device.stages import CannotGoOn
 from keepstep.weights.memory.pieces import Held
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.publication import StepPublication
-from keepstep.worker.state.checkpoint import Checkpoints, rescue
+from keepstep.worker.state.checkpoint import Checkpoints, rescue, rescue_parent
 from keepstep.worker.state.dcp.content import Share
 from keepstep.worker.state.digests import named_digests
 from keepstep.worker.state.image import StateHeader, describe
@@ -36,6 +39,11 @@ from keepstep.worker.state.restore import Landing, Source, StateTransport, recei
 from keepstep.worker.step.attempt import Attempt
 from keepstep.worker.step.barrier import Votes
 from keepstep.worker.step.snapshots import Snapshots
+
+_REPORTED_S = 5.0
+"""Interval at which a rank says that its rescue goes on: a twelfth of the time after which it counts as stuck."""
+_MOVED_BYTES = 1 << 20
+"""Fewer bytes are no part of the state: this process also reads its own counters and writes messages."""
 
 
 class Recovery:
@@ -48,8 +56,10 @@ class Recovery:
         attempt: Attempt,
         checkpoints: Checkpoints | None,
         snapshots: Snapshots | None,
+        run_dir: str,
     ) -> None:
         self._coordination = coordination
+        self._run_dir = run_dir
         self._machine = coordination.machine
         self._state = state
         self._attempt = attempt
@@ -58,7 +68,7 @@ class Recovery:
         self._resumed = False
         self._source, self._landing = Source(), Landing(state.device)
         self._has_told_of_replicas = False
-        self._has_told_of_snapshots = False
+        self._has_told_of_snapshots = self._has_told_of_rescue = False
         self._publication: StepPublication | None = None
         self._agreed_step: int | None = None
         """The step at which all ranks can write their parts of a checkpoint; None if one is still writing."""
@@ -87,6 +97,7 @@ class Recovery:
         if self._machine.generation != self._generation:
             self._generation = self._machine.generation
             self._tell_of_replicas()
+            self._tell_of_rescue()
             self._state.layout.new_generation()
         rank, at = self._machine.rank, self._machine.steps.parameters_at
         if self._publication is not None and rank is not None and at is not None:
@@ -114,6 +125,25 @@ class Recovery:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _tell_of_rescue(self) -> None:
+        """Warns once, on the first rank of each node, if a rescue could not write to the working directory."""
+        assigned = self._machine.assignment
+        if self._has_told_of_rescue or (assigned is not None and assigned.local_rank != 0):
+            return
+        self._has_told_of_rescue = True
+        try:
+            parent = rescue_parent(self._run_dir)
+            if parent.samefile(os.curdir):
+                return
+            where = f"would be in {parent}"
+        except OSError as error:  # also: the working directory is deleted
+            where = f"could not be written: {error}"
+        print(
+            f"keepstep: the working directory is not writable: the state that a job saves when it cannot go on {where}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def start_together(self, rank: int, world_size: int, store: Store) -> None:
         """Prepares the checkpoints of a sharded state while all ranks start; see `Checkpoints.start_together`."""
@@ -409,6 +439,8 @@ class Recovery:
         """Saves this rank's state, if its copy is whole, and ends the process: the job cannot continue."""
         at = self._machine.steps.parameters_at
         path, problem = None, None
+        self._coordination.page.set_waiting(True)  # storage may be slow
+        goes_on = _Moving(lambda: self._coordination.link.send(RescueGoesOn(self._coordination.link.worker)))
         try:
             is_doubted = order.in_doubt and self._machine.doubt is not None
             if (self._machine.partially_updated and not is_doubted) or at is None:
@@ -417,7 +449,38 @@ class Recovery:
             if self._checkpoints is not None and not (self._share.is_all or order.in_doubt):
                 path = self._checkpoints.rescue(at, self._share)
             else:
-                path = rescue(self._state, at, self._share, in_doubt=order.in_doubt)
+                path = rescue(self._state, at, self._share, rescue_parent(self._run_dir), in_doubt=order.in_doubt)
         except (OSError, RuntimeError, StateMismatch, NothingToRecoverFrom) as error:
             problem = text(error)
+        goes_on.end()
         self._coordination.end(order, path, problem)
+
+
+class _Moving:
+    """A thread that reports every few seconds whether this process has read or written more bytes."""
+
+    def __init__(self, report: Callable[[], None]) -> None:
+        self._report = report
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="keepstep-rescue", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        before = _bytes_moved()
+        while not self._is_over.wait(_REPORTED_S):
+            if (now := _bytes_moved()) - before >= _MOVED_BYTES:
+                before = now
+                self._report()
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
+def _bytes_moved() -> int:
+    """Bytes that this process has read and written so far; 0 if the kernel does not tell."""
+    try:
+        counted = psutil.Process().io_counters()
+    except (OSError, psutil.Error):
+        return 0
+    return int(counted.read_chars + counted.write_chars)

@@ -8,6 +8,7 @@ import importlib
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -345,7 +346,14 @@ class Session(Loops):
         used = {tensor.device for _name, tensor in self._state.live_tensors()}
         attempt = Attempt(self._coordination, self._state, self._declared, completion_on(self.device, used))
         snapshots = self._snapshots(snapshot_every)
-        self._recovery = Recovery(self._coordination, self._state, attempt, checkpoints, snapshots)
+        self._recovery = Recovery(
+            self._coordination,
+            self._state,
+            attempt,
+            checkpoints,
+            snapshots,
+            tempfile.gettempdir() if self._settings is None else self._settings.run_dir,
+        )
         self._set_controller(
             StepController(
                 self._coordination,

@@ -3,6 +3,7 @@
 import copy
 import os
 import shutil
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests.worker.state.parts import OPTIMIZERS, SCHEDULERS, Job, advance, small
 
 from keepstep.errors import ConfigurationError
 from keepstep.worker.state import checkpoint
-from keepstep.worker.state.checkpoint import Checkpoints, rescue
+from keepstep.worker.state.checkpoint import Checkpoints, rescue, rescue_parent
 from keepstep.worker.state.dcp.content import Share, describe
 from keepstep.worker.state.protected import ProtectedState
 
@@ -300,9 +301,8 @@ def test_a_disk_that_fills_up_does_not_end_the_training(
         checkpoints.flush()
         assert "step_0000000001 could not be written: no space left. Training continues" in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == []
-        full.chdir(tmp_path)
         with pytest.raises(OSError, match=r"^no space left$"):
-            rescue(job.state, 1, Share())
+            rescue(job.state, 1, Share(), tmp_path)
     checkpoints.after_step(2, 1)
     checkpoints.flush()
     assert checkpoints.steps() == (2,)
@@ -382,16 +382,34 @@ def test_the_order_of_memory_comes_back_in_a_fresh_process(tmp_path: Path, seed:
 # ---- rescue ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_rescue_holds_everything_and_can_be_put_in_place(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_rescue_is_where_this_process_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, run_dir, temporary = (tmp_path / name for name in ("here", "run", "temporary"))
+    for folder in (here, run_dir, temporary):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    closed: set[Path] = set()
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) not in closed)  # root may write anywhere
+    assert rescue_parent(str(run_dir)) == here
+    closed.add(here)
+    assert rescue_parent(str(run_dir)) == run_dir
+    here.rmdir()
+    closed.add(run_dir)
+    assert rescue_parent(str(run_dir)) == temporary
+    closed.add(temporary)
+    with pytest.raises(OSError, match=r"neither the working directory nor .*run nor the folder for temporary files"):
+        rescue_parent(str(run_dir))
+
+
+def test_a_rescue_holds_everything_and_can_be_put_in_place(tmp_path: Path, seed: int) -> None:
     job, other = Job(seed), Job(seed + 1)
     job.train(3, seed)
-    first, second = (Path(rescue(job.state, 3, Share(rank=2))) for _ in range(2))
+    first, second = (Path(rescue(job.state, 3, Share(rank=2), tmp_path)) for _ in range(2))
     assert first != second
     assert first.parent == tmp_path
     assert first.name.startswith("keepstep-rescue-step3-rank2-")
+    doubted = Path(rescue(job.state, 3, Share(rank=2), tmp_path, in_doubt=True))
+    assert doubted.name.endswith("-in-doubt")
     first.rename(tmp_path / "step_0000000003")
     Checkpoints(other.state, tmp_path, every=1).load(3)
     assert other.everything() == job.everything()

@@ -68,6 +68,7 @@ from keepstep.protocol.messages.reports import (
     PublicationStage,
     RankAwaited,
     RanksStand,
+    RescueGoesOn,
     SafePointReached,
     SnapshotsByRank,
     SnapshotsLeft,
@@ -146,6 +147,7 @@ __all__ = [
     "ReleaseSnapshots",
     "Report",
     "Rescue",
+    "RescueGoesOn",
     "Resume",
     "SafePointReached",
     "Seconds",
@@ -194,6 +196,7 @@ WorkerReport: TypeAlias = (
     | CollectiveFailed
     | StateRefused
     | WorkerFailed
+    | RescueGoesOn
     | StateRescued
 )
 NodeReport: TypeAlias = NodeJoined | NodeDraining | DevicesClosed | JobStalled | RanksStand | StepObserved

@@ -164,6 +164,12 @@ class WorkerFailed(Message, frozen=True):
     fatal: bool
 
 
+class RescueGoesOn(Message, frozen=True):
+    """The worker still saves its shard, and has read or written bytes since the last report."""
+
+    worker: int
+
+
 class StateRescued(Message, frozen=True):
     """The answer to `Rescue`. ``path`` is the file of the saved shard, or ``error`` says why there is none."""
 

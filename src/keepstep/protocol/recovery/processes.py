@@ -120,6 +120,18 @@ class Processes:
         """Closes unhealthy devices of a node: the ranks there must move, and the spares there end."""
         self._fence(self._roster.close_devices(name, devices, reason), reason)
 
+    def give_up_unfenced(self) -> None:
+        """Treats lost processes as gone that cannot be killed, as one that hangs in a driver or in a storage system.
+
+        SIGKILL is pending, so such a process executes no line of the script any more, and its generation is over for
+        all others. It may still hold memory of its device, which is closed.
+        """
+        for worker in list(self._roster.unfenced()):
+            self.close_devices(
+                worker.node, {worker.device}, f"process {worker.pid} cannot be killed and may still use it"
+            )
+            self._roster.mark_gone(worker)
+
     def none_can_come(self, num_missing: int) -> bool:
         """Returns whether spares and room are too few for ``num_missing`` ranks, and no other node may join."""
         if self._settings.nodes_may_join:

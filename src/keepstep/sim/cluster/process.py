@@ -73,7 +73,7 @@ class SimulatedProcess(ABC):
         self.number = wanted.worker
         self.machine = WorkerMachine(wanted.worker, process, wanted.rank)
         self.is_in_doubt = False
-        """Whether nothing else may be wrong with its copy than what the script has decided by a value that was cut off."""
+        """Whether its copy is wrong by nothing but what the script has decided by a value that was cut off."""
         self.device = wanted.device
         self.local_rank = wanted.local_rank
         self.local_world_size = wanted.local_world_size

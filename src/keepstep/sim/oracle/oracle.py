@@ -495,7 +495,7 @@ class Oracle:
         return self._state_lost
 
     def _is_held(self) -> bool:
-        """Returns whether every shard has a holder in the last cohort that trained, or several that are in doubt alike."""
+        """Returns whether every shard has a holder in the last cohort that trained, or several equal ones in doubt."""
         holders = self._holders()
         whole = [each for each in holders if min(each.parameters, default=0) > INCOMPLETE and not each.is_in_doubt]
         return {worker.shard for worker in (*whole, *equal_in_doubt(holders))} == set(self._world.layout.shards)

@@ -8,6 +8,7 @@ rank's last byte is on disk.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -312,8 +313,23 @@ class Checkpoints:
             raise RemoteProtocolError(f"the checkpoint {path} cannot be loaded: {error}") from error
 
 
-def rescue(state: ProtectedState, step: int, share: Share, *, in_doubt: bool = False) -> str:
-    """Saves this rank's state to a folder in the working directory, for a job without a checkpoint folder.
+def rescue_parent(run_dir: str) -> Path:
+    """Returns the folder in which a rescue makes its own: the first of these that this process can write to.
+
+    They are the working directory, the run folder on this node, and the folder for temporary files.
+
+    Raises:
+        OSError: it can write to none.
+    """
+    for find in (os.getcwd, lambda: run_dir, tempfile.gettempdir):
+        with contextlib.suppress(OSError):  # the working directory may be deleted
+            if os.access(found := find(), os.W_OK | os.X_OK):
+                return Path(found)
+    raise OSError(f"neither the working directory nor {run_dir} nor the folder for temporary files is writable")
+
+
+def rescue(state: ProtectedState, step: int, share: Share, parent: Path, *, in_doubt: bool = False) -> str:
+    """Saves this rank's state to a folder of its own, for a job without a checkpoint folder.
 
     If ranks hold parts, all ranks of a machine save to the same folder. It is a checkpoint once it has all parts.
 
@@ -321,6 +337,7 @@ def rescue(state: ProtectedState, step: int, share: Share, *, in_doubt: bool = F
         state: the protected state of this rank.
         step: the step of the state.
         share: the part that this rank writes.
+        parent: the folder in which to make it.
         in_doubt: the script may have decided something by a value that a failure has cut off. The name says so.
 
     Returns:
@@ -333,11 +350,11 @@ def rescue(state: ProtectedState, step: int, share: Share, *, in_doubt: bool = F
     doubt = "-in-doubt" if in_doubt else ""
     if share.is_all:
         name = f"keepstep-rescue-step{step}-rank{share.rank}-"
-        path = tempfile.mkdtemp(prefix=name, suffix=doubt, dir=os.getcwd())
+        path = tempfile.mkdtemp(prefix=name, suffix=doubt, dir=parent)
     else:
         spawner = psutil.Process(os.getppid())  # identifies the job: the parent of all its ranks on this machine only
         name = f"keepstep-rescue-step{step}-{spawner.pid}-{spawner.create_time():.0f}{doubt}"
-        path = os.path.join(os.getcwd(), name)
+        path = str(parent / name)
     _write(*describe(state, share), Path(path), share)
     return path
 

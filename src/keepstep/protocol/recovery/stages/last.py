@@ -69,6 +69,10 @@ class Rescuing(JobStage):
         in_doubt = is_in_doubt(job.roster, job.membership, job.generation)
         job.orders.to_all(Rescue(reason, in_doubt), reason)
 
+    def rescue_goes_on(self, now_s: float) -> None:
+        """Gives the ranks as long again as they had in the beginning."""
+        self.deadline_s = now_s + self.job.settings.deadlines.end_s
+
     def proceed(self, now_s: float) -> Next:
         """Ends the job when no rank is left that could save its state."""
         return None if self.awaited else self.overdue(now_s)

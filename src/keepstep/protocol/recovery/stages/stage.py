@@ -54,6 +54,9 @@ class JobStage:
         """Runs when the deadline has come."""
         return None
 
+    def rescue_goes_on(self, now_s: float) -> None:
+        """Runs when a rank has written a part of its state in a rescue."""
+
     # ---- nodes and processes ----------------------------------------------------------------------------------------
 
     def node_joined(self, name: str, now_s: float) -> Next:

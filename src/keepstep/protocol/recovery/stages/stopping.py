@@ -87,8 +87,8 @@ class Stopping(RecoveryStage):
             self.deadline_s = self._fenced_by_s
             return None
         if roster.unfenced():
-            stuck = [worker.pid for worker in roster.unfenced()]
-            return ToRescuing(f"processes {stuck} cannot be killed, so their ranks cannot be reassigned")
+            self.job.processes.give_up_unfenced()
+            return None
         return ToRescuing("no replacement reached its first step in time")
 
     # ---- all ranks have stopped -------------------------------------------------------------------------------------
