@@ -99,12 +99,7 @@ def test_a_survivor_that_reaches_no_safe_point_in_time_is_lost_too() -> None:
 
 
 def test_a_replacement_that_never_comes_ends_in_a_rescue() -> None:
-    job = with_deadlines(num_spares=0).bring_all(3, Phase.BACKWARD)
-    job.kill(job.holder(1))
-    while 2 not in job.workers:
-        next(job.moves(training=False))[1]()
-    job.withhold(job.workers[2], WorkerReady)
-    job.settle()
+    job = waiting_for_help()
     assert_due_in(job, DEADLINES["start_s"])
     job.settle()
     exit_code, reason = ended(job)
@@ -312,12 +307,7 @@ def test_a_late_fence_has_its_time_even_if_the_last_survivor_stops_meanwhile() -
 
 
 def test_a_rescue_has_a_new_time_whenever_state_was_written() -> None:
-    job = with_deadlines(num_spares=0).bring_all(3, Phase.BACKWARD)
-    job.kill(job.holder(1))
-    while 2 not in job.workers:
-        next(job.moves(training=False))[1]()
-    job.withhold(job.workers[2], WorkerReady)
-    job.settle()
+    job = waiting_for_help()
     survivor = job.holder(0)
     job.withhold(survivor, StateRescued)
     job.deadline()

@@ -26,8 +26,8 @@ from keepstep.weights.remote.switch import BucketInSlot, Switch
 SESSION_BYTES = 16
 BACKLOG = 128
 MAX_GREETINGS = 128
-"""Limit for concurrent callers that have not authenticated yet. For one more, the one that came first is closed: who
-says nothing keeps nobody out, and who has a token needs some milliseconds."""
+"""Limit for concurrent callers that have not authenticated yet. For one more, the feeder closes the one that came
+first: so a silent caller keeps no node out, and a node authenticates within some milliseconds."""
 
 
 class LinkEnd(Protocol):
