@@ -105,7 +105,7 @@ class SafePointReached(Message, frozen=True):
     snapshots: Numbers
     would_communicate: bool
     second_copies: SnapshotsByRank
-    doubt: str | None
+    doubt: Name | None
 
 
 class GroupsReset(Message, frozen=True):

@@ -601,7 +601,7 @@ class SimulatedWorker(SimulatedProcess):
         self._show()
         if lost is not LostValue.NOWHERE:
             self.is_in_doubt = lost is not LostValue.WRITTEN
-            machine.found_partially_updated(repr(self.parameters) if self.is_in_doubt else None)
+            machine.found_partially_updated(f"{hash(self.parameters):x}" if self.is_in_doubt else None)
             self.world.oracle.harmed(self)
         else:
             machine.found_whole()
