@@ -206,7 +206,7 @@ def loses_a_reduced_loss(tmp_path: Path, use: str) -> tuple[int, str, str]:
         "        torch.distributed.all_reduce(loss)\n"
         f"        {use}\n"
     )
-    return run("run", "--nproc-per-node", 2, script(tmp_path, body))
+    return run("run", "--nproc-per-node", 2, script(tmp_path, body), cwd=tmp_path)
 
 
 def test_a_value_that_is_lost_after_the_update_is_not_printed_as_if_it_were_true(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_copy_that_was_decided_by_a_lost_value_does_not_count(tmp_path: Path) 
     assert code == 76
     where = re.escape(str(tmp_path / "script.py")) + r":\d+: plateau\.step\(loss\.item\(\)\)"
     assert re.search(f"may have got into what the script has decided by it, at {where}", err), err
-    [saved] = (tmp_path / "work").glob("keepstep-rescue-*")
+    [saved] = tmp_path.glob("keepstep-rescue-*")
     assert re.fullmatch(r"keepstep-rescue-step6-rank0-\w+-in-doubt", saved.name)
 
 
