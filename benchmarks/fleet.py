@@ -134,7 +134,9 @@ class Agent:
                 at = self.step - 1
                 self.machine.said(
                     self.worker,
-                    msg.SafePointReached(me, order.generation, at, Phase.UPDATED, reach, self.step, (), False, ()),
+                    msg.SafePointReached(
+                        me, order.generation, at, Phase.UPDATED, reach, self.step, (), False, (), None
+                    ),
                     now_s,
                 )
             case msg.Recover():

@@ -374,7 +374,7 @@ class Cluster:
                 self._worker_says(node, number, 0.5, _ready(number, 1, (0,)))
             case msg.Stop():
                 report = msg.SafePointReached(
-                    (number,), order.generation, STEP, Phase.BACKWARD, (STEP,), STEP, (), False, ()
+                    (number,), order.generation, STEP, Phase.BACKWARD, (STEP,), STEP, (), False, (), None
                 )
                 self._worker_says(node, number, self._drawn(assumed.stop_s), report)
             case msg.Recover():

@@ -121,10 +121,8 @@ class WorkerMachine:
         """The `Recover` order: that of ``generation`` from loading to training, of a newer one while standing."""
         self._advanced = 0
         """The newest generation in which this rank had to run the update for which it was synced; 0 if none."""
-        self._resumed = 0
-        """The newest generation with a `Resume`."""
-        self._completed = 0
-        """The newest generation with a `Complete`."""
+        self._resumed = self._completed = 0
+        """The newest generations with a `Resume`, and with a `Complete`."""
         self._rescue: msg.Rescue | None = None
         self._hold: msg.Holding | None = None
         """The answer of this rank to the last `Hold`."""

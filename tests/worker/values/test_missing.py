@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
-from keepstep.worker.values.missing import MissingValues
+from keepstep.worker.values.missing import Harm, MissingValues
 
 
 class Job:
@@ -50,8 +50,16 @@ class Job:
     def state_of_host(self) -> Any:
         return [self.host, self.scheduler.state_dict(), self.plateau.state_dict(), self.optimizer.param_groups[0]["lr"]]
 
-    def conclude(self) -> str | None:
+    def conclude(self) -> Harm | None:
         return self.values.conclude(self.state_of_host)
+
+
+def certain(job: Job) -> str:
+    """Where there is harm that no comparison with other ranks takes back."""
+    harm = job.conclude()
+    assert harm is not None
+    assert not harm.is_doubt
+    return harm.where
 
 
 def loss() -> torch.Tensor:
@@ -179,8 +187,9 @@ def test_into_a_protected_tensor(does: Callable[[Job, torch.Tensor], None]) -> N
     does(job, job.lose(loss()))
     harm = job.conclude()
     assert harm is not None
-    assert harm.startswith("a protected tensor, at ")
-    assert __file__ in harm
+    assert harm.where.startswith("a protected tensor, at ")
+    assert __file__ in harm.where
+    assert not harm.is_doubt
 
 
 def test_a_protected_tensor_is_left_alone() -> None:
@@ -254,8 +263,9 @@ def test_a_decision(does: Callable[[Job, torch.Tensor], None]) -> None:
     does(job, job.lose(loss()))
     harm = job.conclude()
     assert harm is not None
-    assert harm.startswith("what the script has decided by it, at ")
-    assert __file__ in harm
+    assert harm.where.startswith("what the script has decided by it, at ")
+    assert __file__ in harm.where
+    assert harm.is_doubt
 
 
 @pytest.mark.parametrize("given", [lambda host: host, copy.deepcopy], ids=["live", "copied"])
@@ -274,13 +284,13 @@ def test_into_host_state() -> None:
     job.host["best"] = {"loss": [job.lose(loss()).item() * 2]}
     copied = copy.deepcopy(job.host)
     assert str(copied) == "{'best': {'loss': [missing]}}"
-    assert str(job.conclude()).startswith("protected host state")
+    assert certain(job).startswith("protected host state")
 
 
 def test_a_collective_that_was_not_waited_for() -> None:
     job = Job()
     job.values.announce()
-    assert str(job.conclude()).startswith("a collective that the script has not waited for")
+    assert certain(job).startswith("a collective that the script has not waited for")
 
 
 def test_a_collective_inside_a_backward() -> None:
@@ -288,14 +298,14 @@ def test_a_collective_inside_a_backward() -> None:
     weight = torch.ones(1, requires_grad=True)
     weight.register_hook(lambda gradient: job.lose(torch.ones(1)) and None)
     weight.sum().backward()
-    assert str(job.conclude()).startswith("a backward")
+    assert certain(job).startswith("a backward")
 
 
 def test_a_collective_inside_an_update() -> None:
     job = Job()
     job.values.announce()
     job.values.adopt([loss()], in_update=True)
-    assert str(job.conclude()).startswith("an update")
+    assert certain(job).startswith("an update")
 
 
 class Follower(Watcher):
@@ -312,7 +322,7 @@ class Follower(Watcher):
         self.values.adopt(received, is_decided=is_decided)
 
 
-def decided_by_a_dtensor(rank: int, size: int, path: Path, is_first: bool) -> str | None:
+def decided_by_a_dtensor(rank: int, size: int, path: Path, is_first: bool) -> Harm | None:
     """The collective is one that an operation on DTensors has inside it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial
@@ -340,10 +350,11 @@ def decided_by_a_dtensor(rank: int, size: int, path: Path, is_first: bool) -> st
 def test_a_collective_of_a_dtensor(is_first: bool, tmp_path: Path) -> None:
     for harm in run_ranks(2, decided_by_a_dtensor, tmp_path, is_first):
         assert harm is not None
-        assert harm.startswith("what the script has decided by it, at ")
+        assert harm.where.startswith("what the script has decided by it, at ")
+        assert harm.is_doubt
 
 
-def gathered_objects(rank: int, size: int, path: Path, name: str) -> str | None:
+def gathered_objects(rank: int, size: int, path: Path, name: str) -> Harm | None:
     values = MissingValues()
     registry, _world = join(path, rank, size, Follower(values))
     registry.take_down()
@@ -362,7 +373,8 @@ def test_objects_that_a_failure_cut_off_are_a_decision_of_who_gets_them(tmp_path
         (tmp_path / name).mkdir()
         for rank, harm in enumerate(run_ranks(2, gathered_objects, tmp_path / name, name)):
             assert (harm is not None) == (rank in receivers)
-            assert harm is None or harm.startswith("what the script has decided by it")
+            assert harm is None or harm.where.startswith("what the script has decided by it")
+            assert harm is None or harm.is_doubt
 
 
 def test_whatever_a_script_calculates_stays_missing(seed: int) -> None:
