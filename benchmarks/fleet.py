@@ -75,7 +75,7 @@ class Agent:
         while True:
             message = await self.connection.receive()
             if isinstance(message, Connected):
-                self.machine.reconnected()
+                self.machine.reconnected(time.monotonic())
             elif isinstance(message, msg.ClockTold):
                 self.machine.clock_offset_s = self.phases.told(message)
             elif isinstance(message, msg.Packet | msg.NodeEvicted):
@@ -166,21 +166,22 @@ async def main() -> None:
         )
         for number in range(first, first + count)
     }
-    tasks = [
-        asyncio.create_task(each) for agent in agents.values() for each in (agent.connection.run(), agent.listen())
-    ]
-    tasks.append(asyncio.create_task(tick(agents)))
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := await reader.readline():
-        word, _, number = line.decode().strip().partition(" ")
-        if word == "lose":
-            agents[int(number)].lose()
-            agents[int(number)].act()
-        print(f"{word} {time.monotonic()}", flush=True)
-    for task in tasks:
-        task.cancel()
+    async with asyncio.TaskGroup() as group:
+        running = [
+            group.create_task(each) for agent in agents.values() for each in (agent.connection.run(), agent.listen())
+        ]
+        running.append(group.create_task(tick(agents)))
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        while line := await reader.readline():
+            word, _, number = line.decode().strip().partition(" ")
+            if word == "lose":
+                agents[int(number)].lose()
+                agents[int(number)].act()
+            print(f"{word} {time.monotonic()}", flush=True)
+        for task in running:
+            task.cancel()
 
 
 async def tick(agents: dict[int, Agent]) -> None:
