@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from playwright.sync_api import Page, Request, expect
 from tests.e2e.test_page import HUES, SEED, num_pixels, settled
@@ -12,6 +13,7 @@ from tests.e2e.watched import DEADLINE_MS, card, row, view
 from keepstep.dashboard import report
 from keepstep.dashboard.report import html_report
 from keepstep.sim.run import case_of, run
+from keepstep.trace.record import runfolder
 from keepstep.trace.timeline.run import opened
 
 
@@ -76,8 +78,8 @@ def test_phases_that_a_long_run_leaves_out_are_no_error(
 def test_a_run_without_a_failure_and_without_an_end(page: Page, tmp_path: Path) -> None:
     """What is there is shown, of a job whose launcher was killed too."""
     seed = next(seed for seed in range(1, 100) if not recoveries_of(seed, tmp_path / str(seed)))
-    info = tmp_path / str(seed) / "run.json"
-    info.write_text(info.read_text().replace('"ended":', '"was_ended":'))
+    folder = tmp_path / str(seed)
+    runfolder.write(folder, msgspec.structs.replace(runfolder.read_info(folder), ended=None))
     with opened(tmp_path / str(seed)) as ended:
         assert ended.info.ended is None
         (tmp_path / "report.html").write_text(html_report(ended), encoding="utf-8")
