@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -224,6 +225,34 @@ def test_a_copy_that_was_decided_by_a_lost_value_does_not_count(tmp_path: Path) 
     assert re.search(f"may have got into what the script has decided by it, at {where}", err), err
     [saved] = tmp_path.glob("keepstep-rescue-*")
     assert re.fullmatch(r"keepstep-rescue-step6-rank0-\w+-in-doubt", saved.name)
+
+
+def test_a_state_that_is_saved_in_the_temporary_run_folder_is_not_removed_with_it(tmp_path: Path) -> None:
+    body = (
+        "import os, signal, tempfile\n"
+        "model = torch.nn.parallel.DistributedDataParallel(model)\n"
+        "session.protect(model=model, optimizer=optimizer)\n"
+        "gone = tempfile.mkdtemp()\n"
+        "os.chdir(gone)\n"
+        "os.rmdir(gone)\n"
+        "for step in session.steps(10):\n"
+        "    with step:\n"
+        "        model(torch.ones(1, 2)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+        "    if step.index == 5 and session.rank == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    job = ("run", "--nproc-per-node", 2, "--spares", 0, "--max-restarts", 0, script(tmp_path, body))
+    code, _out, err = run(*job)
+    assert code == 76, err
+    assert "keepstep: the working directory is not writable" in err
+    found = re.search(r"state saved: (\S+)", err)
+    assert found, err
+    saved = Path(found[1])
+    assert saved.name.startswith("keepstep-rescue-step6-rank0-")
+    assert (saved / "content.msgpack").exists()
+    shutil.rmtree(saved.parent)
 
 
 def script(tmp_path: Path, body: str) -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.spawner import SpawnerProcess
+from keepstep.config import RESCUED
 from keepstep.controller.controller import Controller
 from keepstep.errors import ConfigurationError
 from keepstep.freememory import free_bytes
@@ -96,14 +97,14 @@ def run_job(
 
 
 def clear_up(options: JobOptions) -> None:
-    """Removes a temporary run folder, unless it contains logs of the workers."""
+    """Removes a temporary run folder; see `clear_up_folder`."""
     if not options.keep_run_dir:
         clear_up_folder(options.agent.run_dir)
 
 
 def clear_up_folder(run_dir: Path) -> None:
-    """Removes a run folder, unless it contains logs of the workers."""
-    if not (run_dir / LOGS).exists():
+    """Removes a run folder, unless it contains logs of the workers, or the state of a job that could not go on."""
+    if not ((run_dir / LOGS).exists() or any(run_dir.glob(f"{RESCUED}*"))):
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
