@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.published import FOLDER, published_run
-from tests.support.recorded import LONE, overtaken_run, recorded_run, simulate_shards
+from tests.support.recorded import LONE, NUM_RANKS, overtaken_run, recorded_run, simulate_shards
 
 from keepstep.protocol.phases import Phase
 from keepstep.shared.tagpage import PHASES
@@ -105,13 +105,17 @@ def test_a_real_run(real: Run) -> None:
     assert told == {event.text for event in real.events}
 
 
-def test_a_rank_that_sends_for_no_time_has_its_arrow(real: Run) -> None:
-    """As the journal has it where one look of the controller finds the rank reset, and its part restored."""
+@pytest.mark.parametrize("ranks", [(2,), (0, 1, 2)])
+def test_ranks_that_send_and_restore_for_no_time_have_their_arrows(real: Run, ranks: tuple[int, ...]) -> None:
+    """As the journal has it where one look of the controller finds ranks reset, and their parts restored."""
     (scene,) = real.scenes
-    scene.restored_s[2] = scene.reset_s[2]
+    for rank in ranks:
+        scene.restored_s[rank] = scene.reset_s[rank]
+    if len(ranks) == NUM_RANKS:
+        scene.record.restored_s = max(scene.reset_s.values())
     events = exported(real)
     check(events)
-    assert [e["name"] for e in events if e["ph"] == "f"].count("state") == 2
+    assert sorted(e["name"] for e in events if e["ph"] == "f") == ["replaced", "state", "state"]
 
 
 def test_a_run_that_ended_badly(overtaken: Run) -> None:

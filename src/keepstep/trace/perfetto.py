@@ -385,18 +385,23 @@ class _Export:
             self._trace.instant(Track(CONTROLLER, 0), scene.record.detail, "failure", at_ns, args)
 
     def _write_arrows(self, scene: Scene, places: dict[tuple[int, str, int], tuple[Track, int]]) -> None:
-        """Writes arrows from a failure to the restore of its rank, and from senders to receivers of state."""
+        """Writes arrows from a failure to the restore of its rank, and from senders to receivers of state.
+
+        The journal may have a restore begin and end at one moment, with or without the reset before it.
+        """
+
+        def place(rank: int, *kinds: str) -> tuple[Track, int] | None:
+            return next((found for kind in kinds if (found := places.get((scene.number, kind, rank)))), None)
+
         for failure, _ in scene.failures():
-            begin = places.get((scene.number, "gone", failure.rank))
-            end = places.get((scene.number, "restore", failure.rank))
+            begin, end = place(failure.rank, "gone"), place(failure.rank, "restore", "wait", "reset")
             if begin is not None and end is not None:
                 self._trace.flow("replaced", begin, end)
         for transfer in scene.transfers:
             for source in transfer.sources:
-                kinds = ("send", "advance", "wait")  # the journal may have a send begin and end at one moment
-                begin = next((place for kind in kinds if (place := places.get((scene.number, kind, source)))), None)
+                begin = place(source, "send", "advance", "wait", "reset")
                 for receiver in transfer.receivers:
-                    end = places.get((scene.number, "restore", receiver))
+                    end = place(receiver, "restore", "wait", "reset")
                     if begin is not None and end is not None:
                         self._trace.flow("state", begin, end)
 
