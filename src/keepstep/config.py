@@ -21,8 +21,8 @@ TOKEN_VARIABLE = "KEEPSTEP_TOKEN"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 GPU_BACKEND_VARIABLE = "KEEPSTEP_GPU_BACKEND"
-RESCUED = "keepstep-rescue-"
-"""The names of folders with the state of a job that could not go on begin with this. Nothing removes them."""
+RESCUE_PREFIX = "keepstep-rescue-"
+"""How the names of folders begin that hold the state of a job that could not go on. keepstep removes none of them."""
 
 NCCL_ENVIRONMENT: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",

@@ -80,7 +80,7 @@ def test_a_run_without_a_failure_and_without_an_end(page: Page, tmp_path: Path) 
     seed = next(seed for seed in range(1, 100) if not recoveries_of(seed, tmp_path / str(seed)))
     folder = tmp_path / str(seed)
     runfolder.write(folder, msgspec.structs.replace(runfolder.read_info(folder), ended=None))
-    with opened(tmp_path / str(seed)) as ended:
+    with opened(folder) as ended:
         assert ended.info.ended is None
         (tmp_path / "report.html").write_text(html_report(ended), encoding="utf-8")
     page.set_default_timeout(DEADLINE_MS)

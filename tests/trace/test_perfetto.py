@@ -118,6 +118,19 @@ def test_ranks_that_send_and_restore_for_no_time_have_their_arrows(real: Run, ra
     assert sorted(e["name"] for e in events if e["ph"] == "f") == ["replaced", "state", "state"]
 
 
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_rank_that_has_not_got_its_state_yet_has_no_arrow_to_its_reset(real: Run, *, is_reset: bool) -> None:
+    """While it is reset, nothing has been sent; once it is, its restore has begun."""
+    (scene,) = real.scenes
+    scene.restored_s.clear()
+    if not is_reset:
+        del scene.reset_s[1]
+    events = exported(real)
+    check(events)
+    found = sorted(e["name"] for e in events if e["ph"] == "f")
+    assert found == (["replaced", "state", "state"] if is_reset else [])
+
+
 def test_a_run_that_ended_badly(overtaken: Run) -> None:
     check(exported(overtaken))
 

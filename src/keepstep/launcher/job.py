@@ -14,7 +14,7 @@ from typing import Any
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.spawner import SpawnerProcess
-from keepstep.config import RESCUED
+from keepstep.config import RESCUE_PREFIX
 from keepstep.controller.controller import Controller
 from keepstep.errors import ConfigurationError
 from keepstep.freememory import free_bytes
@@ -104,7 +104,7 @@ def clear_up(options: JobOptions) -> None:
 
 def clear_up_folder(run_dir: Path) -> None:
     """Removes a run folder, unless it contains logs of the workers, or the state of a job that could not go on."""
-    if not ((run_dir / LOGS).exists() or any(run_dir.glob(f"{RESCUED}*"))):
+    if not ((run_dir / LOGS).exists() or any(run_dir.glob(f"{RESCUE_PREFIX}*"))):
         shutil.rmtree(run_dir, ignore_errors=True)
 
 

@@ -387,21 +387,23 @@ class _Export:
     def _write_arrows(self, scene: Scene, places: dict[tuple[int, str, int], tuple[Track, int]]) -> None:
         """Writes arrows from a failure to the restore of its rank, and from senders to receivers of state.
 
-        The journal may have a restore begin and end at one moment, with or without the reset before it.
+        The journal may have a rank's part begin and end at one moment, and the wait after it, too. Then the arrow is at
+        the reset before it.
         """
 
         def place(rank: int, *kinds: str) -> tuple[Track, int] | None:
+            kinds += ("wait", "reset") if rank in scene.restored_s else ()
             return next((found for kind in kinds if (found := places.get((scene.number, kind, rank)))), None)
 
         for failure, _ in scene.failures():
-            begin, end = place(failure.rank, "gone"), place(failure.rank, "restore", "wait", "reset")
+            begin, end = places.get((scene.number, "gone", failure.rank)), place(failure.rank, "restore")
             if begin is not None and end is not None:
                 self._trace.flow("replaced", begin, end)
         for transfer in scene.transfers:
             for source in transfer.sources:
-                begin = place(source, "send", "advance", "wait", "reset")
+                begin = place(source, "send", "advance")
                 for receiver in transfer.receivers:
-                    end = place(receiver, "restore", "wait", "reset")
+                    end = place(receiver, "restore")
                     if begin is not None and end is not None:
                         self._trace.flow("state", begin, end)
 

@@ -185,11 +185,9 @@ def by_a_compiled_function(job: Job, lost: torch.Tensor) -> None:
 def test_into_a_protected_tensor(does: Callable[[Job, torch.Tensor], None]) -> None:
     job = Job()
     does(job, job.lose(loss()))
-    harm = job.conclude()
-    assert harm is not None
-    assert harm.where.startswith("a protected tensor, at ")
-    assert __file__ in harm.where
-    assert not harm.is_doubt
+    where = certain(job)
+    assert where.startswith("a protected tensor, at ")
+    assert __file__ in where
 
 
 def test_a_protected_tensor_is_left_alone() -> None:

@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch._C._distributed_c10d import Store
 
-from keepstep.config import RESCUED
+from keepstep.config import RESCUE_PREFIX
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
 from keepstep.worker.state.dcp.content import Content, Share, describe
 from keepstep.worker.state.dcp.reading import SavedCheckpoint, StateReader
@@ -350,11 +350,11 @@ def rescue(state: ProtectedState, step: int, share: Share, parent: Path, *, in_d
     """
     doubt = "-in-doubt" if in_doubt else ""
     if share.is_all:
-        name = f"{RESCUED}step{step}-rank{share.rank}-"
+        name = f"{RESCUE_PREFIX}step{step}-rank{share.rank}-"
         path = tempfile.mkdtemp(prefix=name, suffix=doubt, dir=parent)
     else:
         spawner = psutil.Process(os.getppid())  # identifies the job: the parent of all its ranks on this machine only
-        name = f"{RESCUED}step{step}-{spawner.pid}-{spawner.create_time():.0f}{doubt}"
+        name = f"{RESCUE_PREFIX}step{step}-{spawner.pid}-{spawner.create_time():.0f}{doubt}"
         path = str(parent / name)
     _write(*describe(state, share), Path(path), share)
     return path
