@@ -288,6 +288,29 @@ def stall(job: SimulatedJob, node: str) -> None:
     job.say(JobStalled(node, job.machine.generation, f"all ranks of {node} wait"))
 
 
+def test_a_job_that_is_stalled_in_the_same_step_again_ends_with_its_state_saved() -> None:
+    """New groups have not helped: the ranks wait for each other in a way of the script."""
+    job = SimulatedJob(world_size=2).bring_all(4, Phase.BACKWARD)
+    for generation in (1, 2):
+        job.say(JobStalled(NODE, generation, "all 2 ranks wait"))
+        job.settle()
+    assert job.ended is not None
+    assert job.ended.exit_code == 76
+    assert "all ranks wait in the same step again, with groups connected anew: all 2 ranks wait" in job.ended.reason
+
+
+def test_a_job_that_has_completed_a_step_since_it_was_stalled_goes_on() -> None:
+    job = SimulatedJob(world_size=2)
+    for number in (1, 2, 3):
+        job.bring_all(3 * number, Phase.BACKWARD)
+        job.say(JobStalled(NODE, number, "all 2 ranks wait"))
+        job.settle()
+    job.finish()
+    assert [each.cause for each in job.machine.records] == [Cause.STUCK] * 3
+    assert job.ended is not None
+    assert job.ended.exit_code == 0
+
+
 def test_a_stall_counts_when_every_node_with_ranks_is_stalled() -> None:
     """Where one still moves, the rank to blame is there. Node c holds spares only, and has nothing to say."""
     job = three_nodes().bring_all(3, Phase.BACKWARD)

@@ -49,7 +49,7 @@ def ready() -> tuple[JobState, Starting]:
     job, stage = started()
     for worker in list(job.roster.holders()):
         stage.worker_joined(worker, NOW_S)
-        worker.ready = WorkerReady(worker.worker, 1, (0,), (), False, "0")
+        worker.ready = WorkerReady(worker.worker, 1, (0,), (), False, "0", 0.0)
         assert stage.worker_ready(worker, NOW_S) is None
     return job, stage
 
@@ -118,7 +118,7 @@ def test_survivors_that_do_not_stop_in_time_are_suspected() -> None:
     job, _ = recovering()
     stopping = Stopping(job, ToStopping(Cause.COLLECTIVE, "connection reset", ()), NOW_S)
     assert stopping.overdue(NOW_S) is None
-    assert [(number, each.due_s) for number, each in job.suspicions.items()] == [(0, NOW_S), (1, NOW_S)]
+    assert [(each.report.worker, each.due_s) for each in job.suspicions] == [(0, NOW_S), (1, NOW_S)]
     assert not any(worker.lost for worker in job.roster.holders())
 
 

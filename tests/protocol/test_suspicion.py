@@ -23,6 +23,7 @@ from keepstep.protocol.messages import (
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Stage
 from keepstep.protocol.recovery.standstill import REPEAT_S
+from keepstep.protocol.recovery.suspicion import TOGETHER_S as TOGETHER_ONSET_S
 from keepstep.protocol.recovery.suspicion import Left
 from keepstep.protocol.waiting.operations import Standing, WaitsFor
 from keepstep.sim.cluster.layout import DEADLINES as SIMULATED
@@ -119,14 +120,172 @@ def test_ranks_that_fall_silent_together_are_all_kept(world_size: int) -> None:
     assert job.machine.records == []
 
 
-def test_of_several_replicas_all_that_are_silent_are_given_up_in_one_recovery() -> None:
+def test_ranks_that_fall_silent_one_after_the_other_are_given_up_one_after_the_other() -> None:
     job = training(3)
-    hung = [job.holder(rank) for rank in (0, 2)]
-    for each in hung:
-        suspect(job, each)
+    first = job.holder(0)
+    suspect(job, first)
     wait(job, TOGETHER_S)
-    assert fenced(job) == [each.number for each in hung]
+    assert fenced(job) == [first.number]
+    job.bring_all(9, Phase.FORWARD)
+    second = job.holder(2)
+    suspect(job, second)
+    wait(job, TOGETHER_S)
+    assert fenced(job) == [first.number, second.number]
+    assert job.settle().where == (Stage.TRAINING, 3)
+
+
+# ---- Together -------------------------------------------------------------------------------------------------------
+
+
+def idle(job: SimulatedJob, *ranks: int) -> None:
+    """The agent reports that ranks have made no progress for a while, and do not wait for others."""
+    holders = [job.holder(rank) for rank in ranks]
+    standing = [Standing(each.number, each.step, each.phase, WaitsFor.NOTHING, 40.0, ()) for each in holders]
+    job.say(RanksStand(holders[0].node, job.machine.generation, tuple(standing)))
+
+
+def test_of_ranks_that_fall_silent_together_none_is_given_up_though_others_have_their_state() -> None:
+    """The storage of two of three ranks does not answer; the third one waits for them in a collective."""
+    job = training(3)
+    for rank in (0, 2):
+        suspect(job, job.holder(rank))
+    wait(job, 3 * 3600.0)
+    assert (fenced(job), job.where) == ([], (Stage.TRAINING, 1))
+    text = job.machine.standstill.told
+    assert text.startswith("rank 0: no progress; ranks 0, 2 have fallen silent together")
+    assert job.machine.standstill.num_told < 3 * 3600.0 / REPEAT_S + 1
+    for rank in (0, 2):
+        job.say(SuspicionLifted(job.holder(rank).number))
+        job.holder(rank).hung = False
+    job.finish_well()
+    assert job.machine.records == []
+
+
+@pytest.mark.parametrize(
+    ("apart_s", "phases", "are_together"),
+    [
+        (TOGETHER_ONSET_S, (Phase.FORWARD, Phase.BACKWARD), True),
+        (TOGETHER_ONSET_S + 1.0, (Phase.FORWARD, Phase.BACKWARD), False),
+        (TOGETHER_ONSET_S + 1.0, (Phase.FORWARD, Phase.FORWARD), True),
+    ],
+)
+def test_together_is_within_five_seconds_or_in_one_phase(
+    apart_s: float, phases: tuple[Phase, Phase], *, are_together: bool
+) -> None:
+    job = training(3)
+    suspicions = job.machine._job.suspicions
+    for rank in range(2):
+        since_s = job.now_s - DEADLINES.hang_after_s - apart_s * (1 - rank)
+        tag = Tag(1, 5, phases[rank])
+        suspicions.add(WorkerSuspected(rank, Cause.HANG, "no progress", tag, since_s, ()), job.now_s)
+    suspicions.compare(job.machine.roster.holders(), (), job.now_s)
+    assert [each.together for each in suspicions] == [(0, 1) if are_together else ()] * 2
+
+
+@pytest.mark.parametrize(("num_idle", "are_kept"), [(2, True), (3, False)])
+def test_they_are_half_of_those_that_do_not_wait(num_idle: int, *, are_kept: bool) -> None:
+    """Two are silent, and others stand still in code of their own, where they have half an hour."""
+    job = training(6)
+    idle(job, *range(2, 2 + num_idle))
+    for rank in (0, 1):
+        suspect(job, job.holder(rank))
+    wait(job, 100.0)
+    assert fenced(job) == ([] if are_kept else [0, 1])
+
+
+def test_a_lone_rank_is_not_together_with_one_whose_agent_has_not_seen_it() -> None:
+    """The stop took too long: the controller suspects those that it has not heard, wherever they are."""
+    job = training(4)
+    for rank in (2, 3):
+        job.withhold(job.holder(rank), SafePointReached)
+        job.holder(rank).hung = True
+    job.kill(job.holder(0))
+    job.settle()
+    wait(job, DEADLINES.stop_s + 1.0)
+    assert fenced(job) == [2, 3]
+
+
+def test_when_one_of_them_goes_on_the_others_have_as_long_again() -> None:
+    job = training(3)
+    for rank in (0, 2):
+        suspect(job, job.holder(rank))
+    wait(job, 100.0)
+    job.say(SuspicionLifted(job.holder(0).number))
+    wait(job, DEADLINES.hang_after_s - 1.0)
+    assert fenced(job) == []
+    wait(job, 10.0)
+    assert fenced(job) == [2]
+
+
+def test_in_a_recovery_too() -> None:
+    """Rank 0 is lost while ranks 2 and 3 wait for storage: their agents report them again for this generation."""
+    job = training(4)
+    for rank in (2, 3):
+        suspect(job, job.holder(rank))
+        job.withhold(job.holder(rank), SafePointReached)
+    job.kill(job.holder(0))
+    job.settle()
+    for rank in (2, 3):
+        suspect(job, job.holder(rank))
+    wait(job, 1000.0)
+    assert (fenced(job), job.where) == ([], (Stage.STOPPING, 2))
+    for rank in (2, 3):
+        job.say(SuspicionLifted(rank))
+        job.holder(rank).hung = False
+    job.release()
     assert job.settle().where == (Stage.TRAINING, 2)
+
+
+# ---- In turn --------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_silent_where_another_was_replaced_has_four_times_as_long() -> None:
+    """Its storage is slow, or the script compiles there: the next one would be replaced as well, and so on."""
+    job = training()
+    for number in range(3):
+        job.bring_all(5, Phase.BACKWARD)
+        silent = job.holder(1)
+        suspect(job, silent)
+        wait(job, DEADLINES.hang_after_s * (4**number - 1) - 1.0 if number else 0.0)
+        assert silent.number not in fenced(job)
+        if number:
+            assert "ranks were replaced for silence in turn" in job.machine.standstill.told
+            assert "--hang-after" in job.machine.standstill.told
+        wait(job, 5.0)
+        assert fenced(job)[number:] == [silent.number]
+        assert job.settle().where == (Stage.TRAINING, 2 + number)
+
+
+def test_silence_at_another_place_is_no_reason_for_more_patience() -> None:
+    job = training()
+    for step in (5, 7):
+        job.bring_all(step, Phase.BACKWARD)
+        silent = job.holder(1)
+        suspect(job, silent)
+        wait(job, TOGETHER_S)
+        assert fenced(job)[-1:] == [silent.number]
+        job.settle()
+
+
+# ---- --give-up-after ------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_waits_for_silent_ranks_can_be_told_when_to_give_up() -> None:
+    job = training(3, give_up_after_s=600.0)
+    for rank in (0, 2):
+        suspect(job, job.holder(rank))
+        job.withhold(job.holder(rank), SafePointReached)
+    wait(job, 600.0 - DEADLINES.hang_after_s - 1.0)
+    assert job.where == (Stage.TRAINING, 1)
+    wait(job, 2.0)
+    assert job.where == (Stage.STOPPING, 2)
+    for rank in (0, 2):
+        suspect(job, job.holder(rank))
+    job.settle()
+    wait(job, DEADLINES.end_s + 1.0)
+    assert job.ended is not None
+    assert (job.ended.exit_code, fenced(job)) == (76, [])
+    assert job.ended.reason.startswith("the job cannot continue: --give-up-after 600: no progress")
 
 
 def test_when_one_goes_on_the_others_get_the_time_to_do_so_too() -> None:
@@ -183,7 +342,8 @@ def test_copies_on_a_node_that_is_not_heard_do_not_count() -> None:
 
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
 def test_shards_without_replica_are_given_up_if_their_snapshots_stay_in_memory(ranks: tuple[int, ...]) -> None:
-    job = training(shards=own_shards)
+    job = training(5, shards=own_shards)
+    idle(job, 2, 3, 4)
     for rank in ranks:
         suspect(job, job.holder(rank), snapshots=((rank, (4, 5)),))
     wait(job, TOGETHER_S)
@@ -198,10 +358,12 @@ def test_a_shard_of_which_nothing_is_left_is_kept_and_explained_every_five_minut
     wait(job, 3600.0)
     assert (fenced(job), job.where) == ([], (Stage.TRAINING, 1))
     text = job.machine.standstill.told
-    assert "rank 0: no progress; no other rank, snapshot or checkpoint has its state" in text or num_silent == 2
-    assert "so it is not replaced" in text
-    told = job.machine.standstill.num_told
-    assert num_silent * 3600.0 / (1.2 * REPEAT_S) < told < num_silent * 3600.0 / (0.9 * REPEAT_S)
+    assert text.startswith(
+        "rank 0: no progress; no other rank, snapshot or checkpoint has its state, so it is not replaced"
+        if num_silent == 1
+        else "rank 0: no progress; ranks 0, 1 have fallen silent together"
+    )
+    assert 3600.0 / (1.2 * REPEAT_S) < job.machine.standstill.num_told < 3600.0 / (0.9 * REPEAT_S)
 
 
 def test_with_a_checkpoint_alone_a_silent_rank_has_the_long_time() -> None:

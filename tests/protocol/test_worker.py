@@ -84,8 +84,8 @@ def ready(snapshots: tuple[int, ...] = ()) -> WorkerMachine:
     assert moves(machine) == [Connect(1)]
     machine.connected()
     assert moves(machine) == [GroupsReset((NUMBER,), 1), Build()]
-    machine.built("0", snapshots, False)
-    assert moves(machine) == [WorkerReady(NUMBER, 1, (0,), snapshots, False, "0"), Wait()]
+    machine.built("0", snapshots, False, 0.0)
+    assert moves(machine) == [WorkerReady(NUMBER, 1, (0,), snapshots, False, "0", 0.0), Wait()]
     return machine
 
 
@@ -137,8 +137,8 @@ def spare() -> WorkerMachine:
     """A spare that stands ready."""
     machine = launched(rank=None)
     assert moves(machine) == [Build()]
-    machine.built("0", (), False)
-    assert moves(machine) == [WorkerReady(NUMBER, 0, (), (), False, "0"), Wait()]
+    machine.built("0", (), False, 0.0)
+    assert moves(machine) == [WorkerReady(NUMBER, 0, (), (), False, "0", 0.0), Wait()]
     return machine
 
 
@@ -173,8 +173,8 @@ def test_a_start_up_whose_generation_is_over_goes_on_in_echo_and_reaches_nothing
     assert machine.receive(stop(2)) is Urgency.BREAK
     assert moves(machine) == [Build()]
     assert machine.used_echo
-    machine.built("0", (), False)
-    ready = WorkerReady(NUMBER, 0, (), (), False, "0")
+    machine.built("0", (), False, 0.0)
+    ready = WorkerReady(NUMBER, 0, (), (), False, "0", 0.0)
     assert moves(machine) == [
         ready,
         SafePointReached((NUMBER,), 2, -1, Phase.STARTING, (), None, (), False, (), None),
@@ -198,8 +198,8 @@ def test_a_start_up_in_which_something_was_echoed_reaches_nothing() -> None:
     machine.connected()
     machine.echoed()
     moves(machine)
-    machine.built("0", (), False)
-    assert moves(machine) == [WorkerReady(NUMBER, 1, (), (), False, "0"), Wait()]
+    machine.built("0", (), False, 0.0)
+    assert moves(machine) == [WorkerReady(NUMBER, 1, (), (), False, "0", 0.0), Wait()]
 
 
 def test_a_job_that_is_started_again_rewinds_to_its_checkpoint() -> None:
@@ -643,9 +643,9 @@ def test_a_spare_that_is_stopped_before_it_is_ready_reports_that_it_reaches_noth
     moves(machine)
     machine.receive(Assign(NUMBER, 2, RANK, 0, 3, None, ()))
     machine.receive(stop(3))
-    machine.built("0", (), False)
+    machine.built("0", (), False, 0.0)
     report = SafePointReached((NUMBER,), 3, -1, Phase.STARTING, (), None, (), False, (), None)
-    assert moves(machine) == [WorkerReady(NUMBER, 0, (), (), False, "0"), report, Wait()]
+    assert moves(machine) == [WorkerReady(NUMBER, 0, (), (), False, "0", 0.0), report, Wait()]
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

@@ -271,20 +271,13 @@ class ControllerMachine:
         self._awake_s = 0.0
         self._hears_from_s = 0.0
         """What comes before this time may have been sent long ago: the controller was paused."""
-        deadlines = settings.deadlines
-        self._patience_without_s = {
-            Left.MEMORY: 0.0,
-            Left.CHECKPOINT: deadlines.isolated_s,
-            Left.NOTHING: deadlines.long_s,
-        }
-        """What would be left of the job without a node -> how long the node may be silent, at least."""
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
     def begin(self, now_s: float) -> None:
         """Starts the wait for a first node. If none joins within the start deadline, the job ends."""
         if not self.connections and not self._given_up:
-            self._first_node_until_s = now_s + self.job.settings.deadlines.start_s
+            self._first_node_until_s = now_s + self.job.deadlines.start_s
 
     def receive(self, packet: msg.Packet, now_s: float) -> None:
         """Processes a packet of a node's agent.
@@ -429,11 +422,14 @@ class ControllerMachine:
 
     def _check_leases(self, lease_s: float, now_s: float) -> None:
         silent = [node for node, connection in self.connections.items() if now_s >= connection.end_s(lease_s)]
-        connections = self.connections.values()
-        last_heard_s = max((connection.heard_s for connection in connections), default=now_s)
-        hears_none = not any(connection.is_heard(lease_s, now_s) for connection in connections)
-        is_isolated = hears_none and now_s < last_heard_s + self.job.settings.deadlines.isolated_s
+        unheard = [connection for connection in self.connections.values() if not connection.is_heard(lease_s, now_s)]
+        # If half of them fall silent together, or all, the cause is hardly in each: it may be the controller's network.
+        are_many = len(unheard) >= max(2, len(self.connections) / 2) or len(unheard) == len(self.connections)
+        last_heard_s = max((connection.heard_s for connection in unheard), default=now_s)
+        is_isolated = are_many and now_s < last_heard_s + self.job.deadlines.isolated_s
         is_undecided = False
+        deadlines = self.job.deadlines
+        least_s = {Left.MEMORY: 0.0, Left.CHECKPOINT: deadlines.isolated_s, Left.NOTHING: deadlines.long_s}
         doubted = {*silent, *self._not_heard_since(now_s - lease_s * RECENT_SHARE)} if silent else set()
         for node in [] if is_isolated else silent:
             connection = self.connections[node]
@@ -445,7 +441,7 @@ class ControllerMachine:
                 is_undecided = True
                 if self.job.stage is Stage.TRAINING:
                     self._happened(NodeSilent(node, why), now_s)
-            elif now_s >= connection.lease_from_s + self._patience_without_s[left]:
+            elif now_s >= connection.lease_from_s + least_s[left]:
                 self._happened(LeaseExpired(node, why, connection.heard_s), now_s)
         self._schedule_lease_check(lease_s, now_s)
         if is_undecided:

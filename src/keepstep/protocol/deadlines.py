@@ -33,8 +33,8 @@ class Deadlines:
     recovery_s: float = 60.0
     """How long a rank may make no progress while it connects groups and moves state."""
     isolated_s: float = 60.0
-    """How long nodes may be silent if only a checkpoint holds the state without them, or if all of them are silent,
-    because then the controller's own network has probably failed."""
+    """How long nodes may be silent if only a checkpoint holds the state without them, or if at least half of them are
+    silent, and more than one: then the network has probably failed, perhaps the controller's own."""
     end_s: float = 60.0
     """How long the last part of a job may take: a rescue, a fence, and the scripts' ends after the first one's."""
     recover_s: float = 300.0
@@ -42,7 +42,8 @@ class Deadlines:
     long_s: float = 1800.0
     """Deadline of what keepstep knows nothing about: the start-up, the time between two steps including the update, and
     the first phase of its kind in a job. It is also how long a rank may be silent before the job goes back to a
-    checkpoint without it. torch's default timeout of a collective with gloo, which the other ranks would wait in."""
+    checkpoint without it. torch's default timeout of a collective with gloo, which the other ranks would wait in; see
+    `for_timeout`."""
     start_s: float = 1800.0
     """How long nodes may take to join, and all ranks to get to their first step; and a fresh process in a recovery."""
     stop_s: float = 2400.0
@@ -50,6 +51,18 @@ class Deadlines:
     hang_factor: float = 10.0
     """A phase may take this many times as long as its longest recent duration, if that is longer than
     `hang_after_s`."""
+
+    def for_timeout(self, timeout_s: float) -> Deadlines:
+        """Returns the deadlines of a job whose script has ranks wait for each other for up to ``timeout_s``.
+
+        Such a wait is the script's own word for how long a rank may be busy, so `long_s` is not shorter, and what must
+        come after it grows by the same factor.
+        """
+        factor = timeout_s / self.long_s
+        if factor <= 1.0:
+            return self
+        names = ("long_s", "start_s", "stop_s")
+        return dataclasses.replace(self, **{name: factor * getattr(self, name) for name in names})
 
     @property
     def together_s(self) -> float:

@@ -479,15 +479,18 @@ class WorkerMachine:
         """Returns the report that the script has reached a line that needs its rank; None if the worker has a rank."""
         return msg.RankAwaited(self.worker) if self.rank is None else None
 
-    def built(self, shard: str, snapshots: tuple[int, ...], checkpointing: bool, start: int = 0) -> None:
-        """Records that the script has protected all state and is at its first step, number ``start``."""
+    def built(self, shard: str, snapshots: tuple[int, ...], checkpointing: bool, timeout_s: float, start: int = 0) -> None:
+        """Records that the script has protected all state and is at its first step, number ``start``.
+
+        The other arguments are fields of `msg.WorkerReady`.
+        """
         if self.generation > 0 and not self.used_echo:
             self.steps.restored(start)
         self._started = True
         self._snapshots = snapshots
-        self._sayings.append(
-            msg.WorkerReady(self.worker, self.generation, self.own_reach(), snapshots, checkpointing, shard)
-        )
+        reach = self.own_reach()
+        ready = msg.WorkerReady(self.worker, self.generation, reach, snapshots, checkpointing, shard, timeout_s)
+        self._sayings.append(ready)
         self._target = self.generation
         self.state = WorkerState.READY
 

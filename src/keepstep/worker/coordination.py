@@ -256,6 +256,11 @@ class Coordination:
                 file=sys.stderr,
             )
 
+    @property
+    def longest_timeout_s(self) -> float:
+        """See `GroupRegistry.longest_timeout_s`; 0 before there is a group."""
+        return 0.0 if self.groups is None else self.groups.longest_timeout_s
+
     def judge_copy(self, host: Callable[[], object]) -> None:
         """Decides whether this rank's copy is whole after cut-off collectives. Called when the script asks for a step.
 
@@ -490,7 +495,7 @@ class Coordination:
             PeerLost: the order did not come within an hour.
         """
         self.machine.echoed()
-        self.machine.built("0", (), checkpointing=False)
+        self.machine.built("0", (), checkpointing=False, timeout_s=self.longest_timeout_s)
         match self.next_move():
             case moves.SaveAndEnd() as move:
                 self.end(move.order, None, "it has not come to its first step")

@@ -69,7 +69,7 @@ _STORE_TIMEOUT = timedelta(seconds=300)
 _session: Session | None = None
 
 
-def init(*, seed: int = 0, rng: bool = True) -> Session:
+def init(*, seed: int = 0, rng: bool = True, timeout: timedelta | None = None) -> Session:
     """Joins the job; under plain python, runs with world size 1. Call it once, instead of ``init_process_group``.
 
     Args:
@@ -78,6 +78,8 @@ def init(*, seed: int = 0, rng: bool = True) -> Session:
             they build the same model, and at the start of each step from (seed, rank, step), so that a repeated step
             draws the same numbers. Tensor-parallel ranks draw the numbers of the first rank among them. Disable it only
             if the script does the same itself.
+        timeout: timeout of collectives, as `init_process_group` takes it; None: torch's default. A rank that is busy
+            while the others wait for it is not replaced before.
 
     Returns:
         the session; a second call returns the same one.
@@ -93,7 +95,7 @@ def init(*, seed: int = 0, rng: bool = True) -> Session:
                 "torch.distributed is initialised already: call keepstep.init() instead of init_process_group()"
             )
         check_variables()
-        _session = Session(config.worker_config(), seed, rng)
+        _session = Session(config.worker_config(), seed, rng, timeout)
         if rng:
             seed_start_up(seed)
     return _session
@@ -107,14 +109,14 @@ def current_session() -> Session | None:
 class Session(Loops):
     """One rank's part of a protected training job. `init` creates it; use it from the training thread only."""
 
-    def __init__(self, settings: config.WorkerConfig | None, seed: int, rng: bool) -> None:
+    def __init__(self, settings: config.WorkerConfig | None, seed: int, rng: bool, timeout: timedelta | None) -> None:
         super().__init__(seed)
         self._settings, self._rng = settings, rng
         self._state: ProtectedState | None = None
         self._recovery: Recovery | None = None
         self._known_once: dict[str, bool] = {}
         self._exchange: StartUpExchange | None = None
-        self._coordination = self._connect()
+        self._coordination = self._connect(timeout)
         self._draws_as: int | None = None
         """The rank whose random numbers this rank draws; None for its own."""
         self._data_ranks: Sequence[int] | None = None
@@ -124,7 +126,7 @@ class Session(Loops):
             lambda: self._coordination.machine.rank, lambda: self._coordination.machine.used_echo
         )
 
-    def _connect(self) -> Coordination:
+    def _connect(self, timeout: timedelta | None) -> Coordination:
         settings, parked = self._settings, take_parked()
         if settings is None:
             link: Link = LinkAlone()
@@ -162,7 +164,7 @@ class Session(Loops):
         link.listen(coordination.on_order)
         if rank is None:
             have_samplers_wait(coordination.await_rank)
-        groups.join_world(rank or 0, world_size, coordination.await_rank, store)
+        groups.join_world(rank or 0, world_size, coordination.await_rank, store, timeout)
         if parked is None:
             coordination.join()
         return coordination

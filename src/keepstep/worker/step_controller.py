@@ -108,7 +108,13 @@ class StepController:
         else:
             self._recovery.inspect_checkpoints()
         self._undoing.start_up()
-        machine.built(self._state.shard(), self._recovery.snapshots(), self._recovery.checkpointing, start)
+        machine.built(
+            self._state.shard(),
+            self._recovery.snapshots(),
+            self._recovery.checkpointing,
+            self._coordination.longest_timeout_s,
+            start,
+        )
 
     def next_step(self, num_steps: int) -> int | None:
         """Performs a pending recovery, if any, and yields this rank's next step.

@@ -219,7 +219,7 @@ def test_a_fenced_worker_that_dies_is_no_news() -> None:
 
 
 def test_a_report_of_one_worker_goes_up_at_once() -> None:
-    report = msg.WorkerReady(0, 1, (0,), (), False, "0")
+    report = msg.WorkerReady(0, 1, (0,), (), False, "0", 0.0)
     assert Node(ranks=2).said(0, report) == [report]
 
 

@@ -200,6 +200,7 @@ def test_a_rank_that_ignores_the_order_that_it_waits_for_hangs() -> None:
     assert node.judge_after(RECOVERY_S - BIT_S) == []
     assert suspected(node.judge_after(2 * BIT_S)) == [(0, Cause.HANG)]
     node.machine.stopping((0,), node.now_s)
+    assert suspected(node.judge_after(BIT_S)) == [(0, Cause.HANG)], "the controller has forgotten it with the stop"
     assert node.judge_after(BIT_S) == [], "it is no better than before"
 
     node = Node(num_ranks=1)

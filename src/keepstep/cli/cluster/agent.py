@@ -104,7 +104,7 @@ def hosted_controller(
     command += ["--spares", str(shape.num_spares), "--lease", str(arguments.lease), "--tls", arguments.tls]
     command += ["--grace", str(grace_of(arguments)), "--hang-after", arguments.hang_after]
     command += ["--run-dir", str(run_dir)]
-    for flag in ("max_restarts", "min_nodes", "quarantine", "report", "trace", "log_json"):
+    for flag in ("max_restarts", "min_nodes", "give_up_after", "quarantine", "compare", "report", "trace", "log_json"):
         if getattr(arguments, flag) is not None:
             command += [f"--{flag.replace('_', '-')}", str(getattr(arguments, flag))]
     return HostedController(tuple(command), run_dir, secret.text())

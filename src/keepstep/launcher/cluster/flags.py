@@ -74,8 +74,12 @@ class Shape:
         """Returns the settings of the controller's recovery machine.
 
         Raises:
-            ConfigurationError: ``--quarantine``, ``--min-nodes``, ``--grace`` or ``--hang-after`` has an invalid value.
+            ConfigurationError: ``--quarantine``, ``--min-nodes``, ``--grace``, ``--hang-after`` or ``--give-up-after``
+                has an invalid value.
         """
+        give_up_after_s = arguments.give_up_after
+        if give_up_after_s is not None and not 0 < give_up_after_s < math.inf:
+            raise ConfigurationError(f"--give-up-after {give_up_after_s}: must be a positive number of seconds")
         num_failures, window_s = _quarantine_of(arguments.quarantine)
         return RecoverySettings(
             self.world_size,
@@ -88,6 +92,7 @@ class Shape:
             quarantine_window_s=window_s,
             grace_s=grace_of(arguments),
             deadlines=deadlines_of(arguments),
+            give_up_after_s=give_up_after_s,
         )
 
 
@@ -164,6 +169,11 @@ def add_recovery_flags(parser: argparse._ActionsContainer) -> None:
         "--hang-after", default=f"{DEADLINES.hang_after_s:g}:{DEADLINES.hang_factor:g}", metavar="SECONDS[:FACTOR]",
         help="a rank hangs if it makes no progress for this long, and for FACTOR times the longest recent phase of its "
         "own process (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--give-up-after", type=float, metavar="SECONDS",
+        help="end the job, and save its state, when a rank that cannot be replaced has made no progress for this long "
+        "(default: wait)",
     )  # fmt: skip
     parser.add_argument(
         "--quarantine", default=f"{QUARANTINE_FAILURES}:{QUARANTINE_WINDOW_S:g}", metavar="N:SECONDS|off",

@@ -48,6 +48,7 @@ class WorkerReady(Message, frozen=True):
 
     ``reach`` is empty if the start-up ran on an echoing group; else it contains the script's first step. ``snapshots``
     are the steps of the checkpoints and snapshots that the worker can read. ``checkpointing``: it writes checkpoints.
+    ``timeout_s``: the longest timeout of its groups, for which the script has others wait for a busy rank.
     """
 
     worker: int
@@ -56,6 +57,7 @@ class WorkerReady(Message, frozen=True):
     snapshots: Numbers
     checkpointing: bool
     shard: Name
+    timeout_s: float
 
 
 class CheckpointWritten(Message, frozen=True):

@@ -470,6 +470,8 @@ class AgentMachine:
             self.liveness.builds(number, is_building=isinstance(report, msg.RankAwaited))
         if isinstance(report, msg.WorkerJoined):
             self.liveness.is_initialised = True
+        if isinstance(report, msg.WorkerReady):
+            self.liveness.deadlines = self.liveness.deadlines.for_timeout(report.timeout_s)
         if isinstance(report, msg.SafePointReached):
             self.liveness.safe(number)
         if isinstance(report, msg.GroupAnswer):

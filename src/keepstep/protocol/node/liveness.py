@@ -63,6 +63,8 @@ class _Watched:
     stopping: bool = False
     safe: bool = False
     suspected: bool = False
+    is_unsaid: bool = False
+    """Whether a suspicion must be said again, because the controller drops all of them when ranks stop."""
     obey_within_s: float | None = None
     """Deadline for the order that it has waited for; None: it has obeyed, or has not waited for one."""
     progress_at_order: int = -1
@@ -133,7 +135,7 @@ class LivenessMachine:
                 if watched.is_excused or watched.seen is None:
                     watched.changed_s = now_s
                 watched.safe = watched.safe and watched.stopping
-                watched.stopping = True
+                watched.stopping = watched.is_unsaid = True
                 watched.ordered(self.deadlines.long_s)  # it may be in the middle of reading a checkpoint
 
     def builds(self, worker: int, *, is_building: bool) -> None:
@@ -229,11 +231,11 @@ class LivenessMachine:
         verdicts: list[Verdict] = []
         for number, watched in self._workers.items():
             suspicion = self._suspicion(number, watched, now_s)
-            if suspicion is not None and not watched.suspected:
+            if suspicion is not None and (watched.is_unsaid or not watched.suspected):
                 verdicts.append(suspicion)
             elif suspicion is None and watched.suspected:
                 verdicts.append(SuspicionLifted(number))
-            watched.suspected = suspicion is not None
+            watched.suspected, watched.is_unsaid = suspicion is not None, False
         holders = [number for number, watched in self._workers.items() if watched.rank is not None]
         if not all(self._waits_too_long(number, now_s) for number in holders):
             self._stalled_generation = -1

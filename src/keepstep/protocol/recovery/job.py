@@ -22,7 +22,7 @@ from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.recovery.records import RecoveryRecord
 from keepstep.protocol.recovery.settings import RecoverySettings
 from keepstep.protocol.recovery.standstill import Standstill
-from keepstep.protocol.recovery.suspicion import Suspicion
+from keepstep.protocol.recovery.suspicion import Suspicions
 
 
 class JobState:
@@ -30,6 +30,8 @@ class JobState:
 
     def __init__(self, settings: RecoverySettings) -> None:
         self.settings = settings
+        self.deadlines = settings.deadlines
+        """The deadlines, for the timeouts that the script has given its groups."""
         self.generation = 1
         self.quarantine = Quarantine(settings.quarantine_failures, settings.quarantine_window_s)
         self.roster = Roster(settings, self.quarantine)
@@ -43,8 +45,9 @@ class JobState:
         self.orders = Orders()
         self.processes = Processes(settings, self.roster, self.orders)
         self.drain = JobDrain(self.roster, self.orders, settings.grace_s)
-        self.suspicions: dict[int, Suspicion] = {}
-        """worker -> why it is suspected, for ranks that may still go on."""
+        self.suspicions = Suspicions(settings.deadlines, settings.give_up_after_s)
+        self.gives_up: str | None = None
+        """Why the job ends when its ranks have stopped; None: it goes on."""
         self.first_phases: dict[Phase, float] = {}
         """The longest first phase of each kind that a process of the job has had, in seconds."""
         self.connected: set[int] = set()
@@ -96,17 +99,9 @@ class JobState:
         for record in self.records:
             record.unexplained.clear()
 
-    def suspect(self, report: WorkerSuspected, now_s: float, *, is_due: bool = False) -> None:
-        """Records a suspicion. ``is_due``: it is judged at once."""
-        wait_s = 0.0 if is_due else self.settings.deadlines.together_s
-        self.suspicions.setdefault(report.worker, Suspicion(report, now_s, now_s + wait_s))
-
-    def trust(self, worker: Worker, now_s: float) -> None:
-        """Ends a suspicion. Others that fell silent with it may be about to go on as well, so they are judged later."""
-        if self.suspicions.pop(worker.worker, None) is not None:
-            for each in self.suspicions.values():
-                each.told_s = now_s
-                each.due_s = max(each.due_s, now_s + self.settings.deadlines.together_s)
+    def learn_timeout(self, timeout_s: float) -> None:
+        """Records the timeout of a worker's groups."""
+        self.deadlines = self.suspicions.deadlines = self.deadlines.for_timeout(timeout_s)
 
     def assign(self, worker: Worker, reason: str) -> None:
         """Orders a worker to hold its rank in this generation."""
@@ -117,7 +112,7 @@ class JobState:
         self.generation += 1
         self.record = RecoveryRecord(self.generation, cause, detail, now_s)
         self.connected.clear()
-        self.suspicions.clear()  # the ranks stop, and their agents watch whether they do
+        self.suspicions.clear()  # the ranks stop, and agents report again those that do not
         self.snapshots.forget_live()
         self.standstill.clear()
         self.drain.interrupted()

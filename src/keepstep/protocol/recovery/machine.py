@@ -16,6 +16,7 @@ from typing import assert_never
 from keepstep.errors import InternalError
 from keepstep.protocol import messages as msg
 from keepstep.protocol import resume
+from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.recovery import invariants
 from keepstep.protocol.recovery.end import verdicts
 from keepstep.protocol.recovery.job import JobState
@@ -31,7 +32,7 @@ from keepstep.protocol.recovery.stages.stage import JobStage
 from keepstep.protocol.recovery.stages.starting import Starting, WaitingForNodes
 from keepstep.protocol.recovery.stages.stopping import Stopping
 from keepstep.protocol.recovery.stages.training import Training
-from keepstep.protocol.recovery.suspicion import Left, Silence, explanation
+from keepstep.protocol.recovery.suspicion import Left, Silence
 from keepstep.protocol.recovery.transitions import (
     TRANSITIONS,
     GiveUp,
@@ -81,6 +82,11 @@ class RecoveryMachine:
     def membership(self) -> msg.Membership | None:
         """The membership of the last generation in which all ranks were ready; None while all ranks start."""
         return self._job.membership
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """The deadlines of the job, for the timeouts that its script has given its groups."""
+        return self._job.deadlines
 
     @property
     def awaited(self) -> set[int]:
@@ -193,7 +199,7 @@ class RecoveryMachine:
         judge_s = self._judge_next_s()
         if judge_s is None or now_s < judge_s:
             return None
-        return max(each.told_s for each in self._job.suspicions.values())
+        return max(each.told_s for each in self._job.suspicions)
 
     def next_deadline(self) -> float | None:
         """Returns when `tick` is next due; None if there is no deadline."""
@@ -232,43 +238,45 @@ class RecoveryMachine:
 
         All of them are judged when one of them is due: the others have fallen silent since.
         """
-        job, deadlines, holders = self._job, self._job.settings.deadlines, self.roster.holders()
-        held = job.roster.holder_numbers()
-        job.suspicions = {number: each for number, each in job.suspicions.items() if number in held}
+        job, holders = self._job, self.roster.holders()
+        job.suspicions.compare(holders, self._stage.busy, now_s)
         silent = self._silent(holders, silent_nodes)
         given_up: list[tuple[Worker, msg.WorkerLost]] = []
         snapshots: msg.SnapshotsByRank = ()
-        for number, suspicion in job.suspicions.items():
-            report, worker = suspicion.report, job.roster.workers[number]
-            suspicion.due_s = suspicion.next_s(deadlines, now_s)
+        for suspicion in job.suspicions:
+            report = suspicion.report
+            worker = job.roster.workers[report.worker]
             if worker.node in silent_nodes:  # its agent may have lifted the suspicion
                 continue
             left_behind = (*snapshots, *report.snapshots)
             silence = Silence([*(each for each, _ in given_up), worker], silent, left_behind, None, silent_nodes)
             left = self._stage.left_without(silence)
-            is_long = now_s >= report.since_s + deadlines.long_s and not silent_nodes
-            if left is Left.MEMORY or (left is Left.CHECKPOINT and is_long):
-                lost = msg.WorkerLost(number, report.cause, report.detail, False, report.tag, report.since_s)
+            if left is None:
+                continue
+            if job.suspicions.may_fence(suspicion, left, now_s, hears_all=not silent_nodes):
+                lost = msg.WorkerLost(report.worker, report.cause, report.detail, False, report.tag, report.since_s)
                 given_up.append((worker, lost))
                 snapshots = left_behind
-            elif left is not None and not silent_nodes:
-                self.standstill.keeps(worker, explanation(worker, suspicion, left, deadlines.long_s), now_s)
+            elif not silent_nodes and (why := job.suspicions.explain(worker, left, now_s)) is not None:
+                self.standstill.keeps(worker, why, now_s)
         for worker, _ in given_up:
-            del job.suspicions[worker.worker]
+            job.suspicions.given_up(worker.worker)
             self.roster.mark_lost(worker, gone=False)
         if given_up:
             self._act_on_losses(given_up, now_s)
+        elif (reason := job.suspicions.ends_job(now_s)) is not None:
+            self._go(self._stage.gives_up(reason, now_s), now_s)
 
     def _silent(self, holders: Collection[Worker], silent_nodes: Collection[str]) -> set[int]:
         """Returns the workers whose copies do not count, because they show no sign of life."""
         silent = {worker.worker for worker in holders if worker.node in silent_nodes}
-        return silent | self._job.suspicions.keys() | self.standstill.idle()
+        return silent | self._job.suspicions.workers | self.standstill.idle()
 
     def _judge_next_s(self) -> float | None:
         """Returns when suspicions are to be judged; None if there are none."""
         if not self._stage.judges_silence:
             return None
-        return min((each.due_s for each in self._job.suspicions.values()), default=None)
+        return self._job.suspicions.next_s
 
     def _go(self, to: Next, now_s: float) -> None:
         """Carries out a stage's decision: goes to the next stage, and checks the invariants there.
@@ -335,6 +343,7 @@ class RecoveryMachine:
                 self._job.record.observe_step(message.node, message.at_s, message.step_s)
                 for phase, first_s in message.first_phases:
                     self._job.first_phases[phase] = max(first_s, self._job.first_phases.get(phase, 0.0))
+                self._job.suspicions.completed(message.step)
                 # A rank has passed the gradient barrier, so each rank has a snapshot of the resume step.
                 self._job.release_snapshots("all ranks have their snapshots again")
                 self._go(self._stage.step_observed(now_s), now_s)
@@ -397,9 +406,9 @@ class RecoveryMachine:
                 lost = msg.WorkerLost(worker.worker, message.cause, message.detail, False, message.tag, message.since_s)
                 self._lost(worker, lost, now_s)
             case msg.WorkerSuspected():
-                self._job.suspect(message, now_s)
+                self._job.suspicions.add(message, now_s)
             case msg.SuspicionLifted():
-                self._job.trust(worker, now_s)
+                self._job.suspicions.lift(worker.worker, now_s)
             case msg.WorkerEnded():
                 if worker.rank is not None:
                     self._job.explain_death(worker.rank, message.cause, message.detail)
@@ -429,6 +438,7 @@ class RecoveryMachine:
                 worker.awaits_rank = True
             case msg.WorkerReady() if not worker.lost:
                 worker.ready = message
+                self._job.learn_timeout(message.timeout_s)
                 self._job.writes_checkpoints = message.checkpointing
                 self._job.has_checkpoint |= message.checkpointing and bool(message.snapshots)
                 self._job.processes.came_up()

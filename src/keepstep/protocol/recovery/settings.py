@@ -41,6 +41,8 @@ class RecoverySettings:
     nodes_may_join: bool = True
     """False if the job has one node from the start, so that no other node can bring room for a rank."""
     deadlines: Deadlines = DEADLINES
+    give_up_after_s: float | None = None
+    """How long a rank that is not given up may be silent until the job ends; None: forever."""
     spares_grace_s: float = 30.0
     """How long the controller waits for nodes with room for the spares, once there is room for all ranks."""
     grace_s: float = GRACE_S

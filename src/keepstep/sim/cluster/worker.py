@@ -255,7 +255,7 @@ class SimulatedWorker(SimulatedProcess):
             self.parameters, self.shard = (), self.world.shard_of(machine.rank)
         writes = self.world.layout.checkpoint_every is not None
         rank = machine.rank if machine.rank is not None else 0
-        machine.built(self.world.shard_of(rank), self.world.loadable_by(self), writes)
+        machine.built(self.world.shard_of(rank), self.world.loadable_by(self), writes, 0.0)
         self.go()
 
     # ---- a recovery -------------------------------------------------------------------------------------------------

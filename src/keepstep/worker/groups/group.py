@@ -218,6 +218,11 @@ class SurvivingGroup(dist.ProcessGroup):
         return Backend.Options(self.getBackendName(), self._timeout)
 
     @property
+    def timeout(self) -> timedelta:
+        """The timeout of collectives."""
+        return self._timeout
+
+    @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(device_type) for device_type in self._communicators.device_types]
 

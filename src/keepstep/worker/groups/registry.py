@@ -82,7 +82,12 @@ class GroupRegistry:
         """Kept alive here: torch holds it only in C++, which does not keep a Python object alive."""
 
     def join_world(
-        self, rank: int, world_size: int, await_rank: Callable[[], int], store: Store | None = None
+        self,
+        rank: int,
+        world_size: int,
+        await_rank: Callable[[], int],
+        store: Store | None = None,
+        timeout: timedelta | None = None,
     ) -> SurvivingGroup:
         """Creates torch's default process group, still down; `connect` brings it up.
 
@@ -91,6 +96,7 @@ class GroupRegistry:
             world_size: number of ranks.
             await_rank: waits for the real rank and returns it.
             store: torch's default store; None: a store of this process alone.
+            timeout: of its collectives; None: torch's default.
         """
         _leave_out_of_compilation()
         if not hasattr(dist.Backend, BACKEND.upper()):
@@ -99,7 +105,7 @@ class GroupRegistry:
             )
             _leave_out_of_flight_recorder()
         self._default_store = store or HashStore()
-        dist.init_process_group(BACKEND, store=self._default_store, rank=rank, world_size=world_size)
+        dist.init_process_group(BACKEND, store=self._default_store, rank=rank, world_size=world_size, timeout=timeout)
         self.world.await_rank = await_rank
         return self.world
 
@@ -112,6 +118,11 @@ class GroupRegistry:
         self._start_up = None
         for group, _members in self._groups:
             group.start_up = None
+
+    @property
+    def longest_timeout_s(self) -> float:
+        """The longest timeout of a group, in seconds: how long the script has its ranks wait for each other."""
+        return max(group.timeout.total_seconds() for group, _members in self._groups)
 
     @property
     def world(self) -> SurvivingGroup:

@@ -37,7 +37,7 @@ class Finished(JobStage):
         reason = f"rank {first.rank} failed in the code after the last step: {first.detail}"
         self.failure = self.failure or reason
         self.job.orders.to_all(Abandon(first.detail), reason)
-        self.deadline_s = now_s + self.job.settings.deadlines.end_s
+        self.deadline_s = now_s + self.job.deadlines.end_s
         return None
 
     def overdue(self, now_s: float) -> Next:
@@ -64,14 +64,14 @@ class Rescuing(JobStage):
     stage = Stage.RESCUING
 
     def __init__(self, job: JobState, reason: str, now_s: float) -> None:
-        super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.deadlines.end_s)
+        super().__init__(job, job.roster.holder_numbers(), now_s + job.deadlines.end_s)
         self.failure = reason
         in_doubt = is_in_doubt(job.roster, job.membership, job.generation)
         job.orders.to_all(Rescue(reason, in_doubt), reason)
 
     def rescue_goes_on(self, now_s: float) -> None:
         """Gives the ranks as long again as they had in the beginning."""
-        self.deadline_s = now_s + self.job.settings.deadlines.end_s
+        self.deadline_s = now_s + self.job.deadlines.end_s
 
     def proceed(self, now_s: float) -> Next:
         """Ends the job when no rank is left that could save its state."""

@@ -22,7 +22,7 @@ class Recovering(RecoveryStage):
     needs_rendezvous = True
 
     def __init__(self, job: JobState, step: int, now_s: float) -> None:
-        super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.deadlines.recover_s)
+        super().__init__(job, job.roster.holder_numbers(), now_s + job.deadlines.recover_s)
         before = job.membership
         assert before is not None
         change = job.roster.change_since(before)

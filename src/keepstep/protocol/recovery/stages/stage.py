@@ -44,6 +44,11 @@ class JobStage:
         self.failure: str | None = None
         """Why the job will end with an error; None if no reason is known."""
 
+    @property
+    def busy(self) -> Collection[int]:
+        """The workers that hold ranks and do not wait for other processes, as far as the controller knows."""
+        return self.awaited
+
     # ---- end of the wait --------------------------------------------------------------------------------------------
 
     def proceed(self, now_s: float) -> Next:
@@ -53,6 +58,14 @@ class JobStage:
     def overdue(self, now_s: float) -> Next:
         """Runs when the deadline has come."""
         return None
+
+    def gives_up(self, reason: str, now_s: float) -> Next:
+        """Runs when a rank has been silent for so long that the job ends (``--give-up-after``): the others stop, and
+        save what they have."""
+        if self.job.gives_up is not None:
+            return None
+        self.job.gives_up = reason
+        return self.interrupted(msg.Cause.HANG, reason, (), now_s)
 
     def rescue_goes_on(self, now_s: float) -> None:
         """Runs when a rank has written a part of its state in a rescue."""
@@ -79,7 +92,7 @@ class JobStage:
         """
         job = self.job
         if not job.progress.is_initialised:
-            job.progress.is_initialised, self.deadline_s = True, now_s + job.settings.deadlines.start_s
+            job.progress.is_initialised, self.deadline_s = True, now_s + job.deadlines.start_s
             job.processes.top_up_spares("the job starts")
 
     def worker_ready(self, worker: Worker, now_s: float) -> Next:
@@ -130,7 +143,7 @@ class JobStage:
     def controller_restarted(self, now_s: float) -> Next:
         """Runs when the controller has restarted. It has lost the rendezvous, so ranks that may use it must stop."""
         if self.deadline_s is not None:
-            self.deadline_s = max(self.deadline_s, now_s + self.job.settings.deadlines.end_s)
+            self.deadline_s = max(self.deadline_s, now_s + self.job.deadlines.end_s)
         if not self.needs_rendezvous:
             return None
         return self.interrupted(msg.Cause.CONTROLLER, "the controller was restarted", (), now_s)

@@ -28,7 +28,7 @@ class WaitingForNodes(JobStage):
         """Starts the ranks if all ranks and spares have room. Shortens the deadline if only the ranks have."""
         settings, processes = self.job.settings, self.job.processes
         if self.deadline_s is None:
-            self.deadline_s = now_s + settings.deadlines.start_s
+            self.deadline_s = now_s + self.job.deadlines.start_s
         if not self._all_ranks_fit and processes.all_ranks_fit():
             self._all_ranks_fit = True
             self.deadline_s = min(self.deadline_s, now_s + settings.spares_grace_s)
@@ -43,7 +43,7 @@ class WaitingForNodes(JobStage):
         """Restores the long deadline, if it was shortened."""
         if self._all_ranks_fit or self._may_be_oversubscribed:
             self._all_ranks_fit = self._may_be_oversubscribed = False
-            self.deadline_s = now_s + self.job.settings.deadlines.start_s
+            self.deadline_s = now_s + self.job.deadlines.start_s
 
     def overdue(self, now_s: float) -> Next:
         """Starts the job with the present nodes if they have room for all ranks, else ends it."""
@@ -71,7 +71,7 @@ class Starting(JobStage):
         job.release_snapshots(reason)
         job.processes.start_ranks(reason)
         job.connected.clear()
-        deadline_s = now_s + job.settings.deadlines.start_s if job.progress.is_initialised else None
+        deadline_s = now_s + job.deadlines.start_s if job.progress.is_initialised else None
         super().__init__(job, job.roster.holder_numbers(), deadline_s)
 
     def worker_joined(self, worker: Worker, now_s: float) -> None:
@@ -106,7 +106,7 @@ class Starting(JobStage):
         """Stops all ranks of a job that has trained, to find the one that hangs. Ends a job that never trained."""
         late = self.job.roster.ranks_of(self.awaited)
         if not self.job.progress.has_trained:
-            return ToEnded(verdicts.start_overdue(late, self.job.settings.deadlines.start_s))
+            return ToEnded(verdicts.start_overdue(late, self.job.deadlines.start_s))
         return self.interrupted(Cause.HANG, f"ranks {late} did not reach their first step in time", (), now_s)
 
     def drain_asked(self) -> Next:

@@ -48,7 +48,7 @@ class Stopping(RecoveryStage):
         job.begin_generation(failure.cause, failure.detail, now_s)
         self._fenced_by_s = now_s
         """Deadline for the fence of the lost processes."""
-        super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.deadlines.stop_s)
+        super().__init__(job, job.roster.holder_numbers(), now_s + job.deadlines.stop_s)
         self._waits_for_help = False
         """Whether the stage waits for a process to start or a node to join."""
         synced_step = next((each.step for each in failure.failures if each.phase == Phase.SYNCED), None)
@@ -62,7 +62,7 @@ class Stopping(RecoveryStage):
             job.records.append(job.record)
         for failure in failures:
             job.record.add_failure(failure, cause, detail)
-            self._fenced_by_s = now_s + job.settings.deadlines.end_s
+            self._fenced_by_s = now_s + job.deadlines.end_s
             if not self.awaited or self.deadline_s is None:  # give no more time to survivors that do not answer
                 self.deadline_s = max(self.deadline_s or 0.0, self._fenced_by_s)
         return None
@@ -81,7 +81,8 @@ class Stopping(RecoveryStage):
         if self.awaited:
             for number in sorted(self.awaited):
                 detail = "it did not reach a safe point in time"
-                self.job.suspect(WorkerSuspected(number, Cause.HANG, detail, None, now_s, ()), now_s, is_due=True)
+                suspected = WorkerSuspected(number, Cause.HANG, detail, None, now_s, ())
+                self.job.suspicions.add(suspected, now_s, is_due=True)
             return None
         if roster.unfenced() and now_s < self._fenced_by_s:
             self.deadline_s = self._fenced_by_s
@@ -106,6 +107,8 @@ class Stopping(RecoveryStage):
         """Chooses the resume step when all ranks have stopped, and goes to it once each rank has a worker."""
         job = self.job
         record = job.record
+        if job.gives_up is not None and self.awaited <= job.suspicions.workers:
+            return ToRescuing(job.gives_up)
         if self.awaited or job.roster.unfenced():
             if not self.awaited and self.deadline_s is None:
                 self.deadline_s = max(self._fenced_by_s, now_s)
@@ -127,7 +130,15 @@ class Stopping(RecoveryStage):
             return self._no_step_is_reached(now_s)
         if begins_again(job.progress, job.roster, step):
             return ToEnded(verdicts.no_checkpoint_found(job.progress.trained_to))
+        if self._is_stuck_again(step):
+            return ToRescuing(f"all ranks wait in the same step again, with groups connected anew: {record.detail}")
         return self._fill_ranks(step, now_s)
+
+    def _is_stuck_again(self, step: int) -> bool:
+        """Whether all ranks have waited in collectives twice, and completed no step in between."""
+        progress = self.job.progress
+        causes = [each.cause for each in self.job.records if each.generation > progress.last_generation]
+        return step <= progress.resume_at and causes[-2:] == [Cause.STUCK, Cause.STUCK]
 
     def _lift_doubts(self) -> None:
         """Lets copies in doubt count that are equal, where no other copy is left."""
@@ -206,4 +217,4 @@ class Stopping(RecoveryStage):
     def _wait_for_help(self, now_s: float) -> None:
         """Begins the wait for a process to start or a node to join. Later events must not postpone its deadline."""
         if not self._waits_for_help:
-            self._waits_for_help, self.deadline_s = True, now_s + self.job.settings.deadlines.start_s
+            self._waits_for_help, self.deadline_s = True, now_s + self.job.deadlines.start_s

@@ -35,6 +35,11 @@ class Training(JobStage):
             # Start spares at once: a loss has to wait for them until they are warm.
             job.processes.top_up_spares("a spare took a rank: another is started")
 
+    @property
+    def busy(self) -> Collection[int]:
+        """Those that agents have reported as idle. The others move, or wait for these."""
+        return self.job.standstill.idle()
+
     def proceed(self, now_s: float) -> Next:
         """Goes on when all ranks have completed the last step. Ends the job if no rank can complete another step."""
         if not self.awaited and self.job.roster.num_holders:
@@ -54,7 +59,7 @@ class Training(JobStage):
     def script_ended(self, now_s: float) -> Next:
         """Sets a deadline for the other scripts. If they do not end as well, the job cannot continue."""
         if self.job.roster.num_holders:
-            self.deadline_s = self.deadline_s or now_s + self.job.settings.deadlines.end_s
+            self.deadline_s = self.deadline_s or now_s + self.job.deadlines.end_s
         return super().script_ended(now_s)
 
     def worker_ready(self, worker: Worker, now_s: float) -> Next:
