@@ -64,6 +64,7 @@ class SimulatedJob(SimulatedNodes):
         checkpoint_every: int | None = None,
         shards: Callable[[int], str] = lambda rank: "0",
         nodes: dict[str, int] | None = None,
+        timeout_s: float = 0.0,
         **settings: object,
     ) -> None:
         """``nodes``: how many slots each has; "name/domain" where its domain matters. One that just fits by default.
@@ -77,7 +78,7 @@ class SimulatedJob(SimulatedNodes):
         self.num_steps = num_steps
         self.checkpoint_every = checkpoint_every
         self.checkpoints: set[int] = set()
-        self.shards = shards
+        self.shards, self.timeout_s = shards, timeout_s
         self.now_s = 1000.0
         self.effects: list[Effect] = []
         self.ended: EndJob | None = None
@@ -377,7 +378,7 @@ class SimulatedJob(SimulatedNodes):
             worker.step, worker.phase = -1, Phase.UPDATED
         snapshots, writes = tuple(sorted(self.checkpoints)), self.checkpoint_every is not None
         worker.said = (worker.reach(), worker.parameters_at, snapshots)
-        said = (worker.generation, worker.reach(), snapshots, writes, self.shards(worker.rank or 0), 0.0)
+        said = (worker.generation, worker.reach(), snapshots, writes, self.shards(worker.rank or 0), self.timeout_s)
         self._queue(worker.number, WorkerReady(worker.number, *said))
         worker.state = WorkerState.READY
 

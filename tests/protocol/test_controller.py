@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Collection
 import re
 from typing import NoReturn
 
@@ -184,13 +185,13 @@ def watching(*names: str, restarted_s: float | None = None) -> ControllerMachine
     return controller
 
 
-def given_up_s(controller: ControllerMachine, *, heard: str | None = None, late_s: float = 0.0) -> float:
-    """When it gives a node up, if it looks ``late_s`` after it is due; another is heard of whenever it looks."""
+def given_up_s(controller: ControllerMachine, *, heard: Collection[str] = (), late_s: float = 0.0) -> float:
+    """When it gives a node up, if it looks ``late_s`` after it is due; others are heard of whenever it looks."""
     for _ in range(1000):
         due = controller.next_deadline()
         assert due is not None
-        if heard is not None:
-            controller.receive(Packet(heard, 1, 1, 0, (), misses=False), due + late_s)
+        for name in heard:
+            controller.receive(Packet(name, 1, 1, 0, (), misses=False), due + late_s)
         controller.tick(due + late_s)
         if any(isinstance(entry.event, LeaseExpired) for entry in controller.take_entries()):
             return due + late_s
@@ -201,7 +202,7 @@ def test_leases_are_looked_at_often_and_when_one_runs_out() -> None:
     controller = watching("node-0", "node-1")
     assert controller.next_deadline() == 100.0 + LEASE_S / 4
     controller.receive(Packet("node-1", 1, 1, 0, (), misses=False), 100.1)
-    assert given_up_s(controller, heard="node-0") == pytest.approx(100.1 + LEASE_S)
+    assert given_up_s(controller, heard=["node-0"]) == pytest.approx(100.1 + LEASE_S)
 
 
 @pytest.mark.parametrize("silent", ["node-0", "node-1"])
@@ -209,7 +210,7 @@ def test_the_lease_of_the_node_that_joins_first_is_as_long_as_the_others(silent:
     """Before it there was nothing to look at, which is no pause of the controller."""
     controller = watching("node-0", "node-1")
     other = "node-1" if silent == "node-0" else "node-0"
-    assert given_up_s(controller, heard=other) == pytest.approx(100.0 + LEASE_S)
+    assert given_up_s(controller, heard=[other]) == pytest.approx(100.0 + LEASE_S)
 
 
 @pytest.mark.parametrize("wakes_with_a_look", [True, False])
@@ -221,12 +222,12 @@ def test_the_time_in_which_the_controller_was_held_up_counts_as_no_nodes_silence
             controller.receive(Packet("node-0", 1, 1, 0, (), misses=False), now_s)
         controller.tick(now_s)
     assert controller.take_entries() == []
-    assert given_up_s(controller, heard="node-0") == pytest.approx(100.0 + LEASE_S + 2.0)
+    assert given_up_s(controller, heard=["node-0"]) == pytest.approx(100.0 + LEASE_S + 2.0)
 
 
 def test_a_controller_that_is_a_little_late_each_time_gives_up_all_the_same() -> None:
     late_s = 0.9 * LEASE_S * LEASE_CHECK_SHARE
-    expired_s = given_up_s(watching("node-0", "node-1"), heard="node-0", late_s=late_s)
+    expired_s = given_up_s(watching("node-0", "node-1"), heard=["node-0"], late_s=late_s)
     assert 100.0 + LEASE_S <= expired_s <= 100.0 + LEASE_S * (1 + 2 * LEASE_CHECK_SHARE)
 
 
@@ -247,6 +248,18 @@ def test_a_controller_that_hears_no_node_waits_longer_before_it_gives_nodes_up()
     assert given_up_s(watching("node-0", "node-1")) == pytest.approx(
         100.0 + Deadlines().isolated_s, abs=LEASE_S * LEASE_CHECK_SHARE
     )
+
+
+@pytest.mark.parametrize(("num_nodes", "num_silent", "are_kept"), [(2, 1, False), (4, 2, True), (5, 2, False)])
+def test_half_of_the_nodes_that_fall_silent_together_have_as_long(
+    num_nodes: int, num_silent: int, *, are_kept: bool
+) -> None:
+    """A switch, or the controller's own network: of several nodes at once it is hardly each node. Of two it is."""
+    names = [f"node-{number}" for number in range(num_nodes)]
+    controller = watching(*names)
+    expired_s = given_up_s(controller, heard=names[num_silent:])
+    waited_s = Deadlines().isolated_s if are_kept else LEASE_S
+    assert expired_s == pytest.approx(100.0 + waited_s, abs=LEASE_S * LEASE_CHECK_SHARE)
 
 
 def test_the_loss_of_a_relay_is_no_sign_that_its_nodes_are_heard() -> None:

@@ -80,6 +80,24 @@ def test_the_wait_for_other_suspicions_is_short_beside_the_deadline(hang_after_s
     assert Deadlines(hang_after_s=hang_after_s).together_s == pytest.approx(together_s)
 
 
+def test_the_long_deadlines_are_no_shorter_than_a_timeout_of_the_scripts_groups() -> None:
+    assert DEADLINES.for_timeout(600.0) == DEADLINES
+    longer = DEADLINES.for_timeout(3 * 3600.0)
+    assert (longer.long_s, longer.hang_after_s, longer.recover_s) == (3 * 3600.0, 60.0, DEADLINES.recover_s)
+    assert longer.long_s <= longer.start_s < longer.stop_s
+    assert longer.for_timeout(3600.0) == longer
+
+
+def test_a_rank_with_a_checkpoint_alone_has_the_timeout_of_the_scripts_groups() -> None:
+    job = training(shards=own_shards, checkpoint_every=2, timeout_s=3 * 3600.0)
+    suspect(job, job.holder(1))
+    job.say(CheckpointWritten(0, 4))
+    wait(job, 3 * 3600.0 - DEADLINES.hang_after_s - 1.0)
+    assert fenced(job) == []
+    wait(job, 2.0)
+    assert fenced(job) == [1]
+
+
 # ---- In training ----------------------------------------------------------------------------------------------------
 
 

@@ -132,11 +132,12 @@ def draw_load(
 
 
 def draw_suspension(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
-    """Returns the plan, in a tenth of the cases with a time in which all ranks are stopped."""
+    """Returns the plan, in a tenth of the cases with a time in which all ranks are stopped, some of them, or one."""
     if rng.random() >= 0.1:
         return plan
     lasts_s = rng.choice((0.5, 5.0, 12.0, 40.0)) * (0.8 + 0.4 * rng.random())
-    return (*plan, SimulatedFault(rng.choice(SUSPENSIONS), rng.uniform(0.3, 8.0), None, None, 0, lasts_s))
+    pick = rng.randrange(64)
+    return (*plan, SimulatedFault(rng.choice(SUSPENSIONS), rng.uniform(0.3, 8.0), None, None, pick, lasts_s))
 
 
 class Injector:
@@ -236,9 +237,21 @@ class Injector:
         self._until(dataclasses.replace(fault, lasts_s=long_s), f"worker {victim.process}", "put_down")
 
     def _suspend(self, fault: SimulatedFault) -> None:
-        """Stops the processes of all ranks at once, and continues them after a while, as ``scontrol suspend`` does."""
-        for worker in self._world.rank_holders():
-            self._world.oracle.suspended(worker, fault.lasts_s)
+        """Stops processes at once, and continues them after a while: those of all ranks, as ``scontrol suspend`` does, of
+        a node, of some ranks, whose storage does not answer, or of one."""
+        holders = self._world.rank_holders()
+        if not holders:
+            return
+        scope, pick = fault.pick % 4, fault.pick // 4
+        if scope == 1:
+            names = sorted({worker.node.name for worker in holders})
+            holders = [worker for worker in holders if worker.node.name == names[pick % len(names)]]
+        elif scope == 2:
+            holders = holders[pick % len(holders) :]
+        elif scope == 3:
+            holders = [holders[pick % len(holders)]]
+        self._world.oracle.suspended(holders, fault.lasts_s)
+        for worker in holders:
             worker.is_stopped, worker.suspended_until_s = True, self._world.schedule.now_s + fault.lasts_s
             self._until(fault, f"worker {worker.process}", "go_on")
         self._excuse_outside_of_training(fault.kind)

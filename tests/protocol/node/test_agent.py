@@ -645,6 +645,20 @@ def test_a_drained_node_stays_until_a_drained_job_has_ended() -> None:
     assert node.order(msg.EndJob(1, "drained")) == [Leave(1, "drained")]
 
 
+@pytest.mark.parametrize("timeout_s", [600.0, 7200.0])
+def test_a_rank_between_steps_has_as_long_as_the_others_wait_for_it(timeout_s: float) -> None:
+    """An evaluation on rank 0: the script has said with the timeout of its groups how long that may take."""
+    node = Node(ranks=1)
+    node.said(0, msg.WorkerReady(0, 1, (0,), (), False, "0", timeout_s))
+    look(node, 0, Tag(1, 3, Phase.UPDATED))
+    long_s = max(timeout_s, DEADLINES.long_s)
+    assert of_liveness(node.wait(long_s - 1.0)) == []
+    node.wait(2.0)
+    (suspected,) = of_liveness(answered(node))
+    assert isinstance(suspected, msg.WorkerSuspected)
+    assert f"(allowed {long_s:.1f} s)" in suspected.detail
+
+
 def test_a_worker_that_was_ordered_to_end_is_not_hung() -> None:
     node = Node(ranks=1)
     node.order(msg.Terminate("ended by SIGTERM"))

@@ -26,6 +26,8 @@ from keepstep.sim.oracle.snapshots import SnapshotWatch
 from keepstep.sim.oracle.startup import StartUpWatch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from keepstep.sim.cluster.process import SimulatedProcess
     from keepstep.sim.cluster.values import History
     from keepstep.sim.world import World
@@ -37,6 +39,8 @@ ISOLATED_S = DEADLINES.isolated_s - 1e-6
 CONNECT_S = 10.0
 """A pause of this length may begin a recovery if ranks connect in it, because each of them waits for the others for
 little longer."""
+SOON_S = 1.0
+"""A process that is stopped for so much less than its deadline may already have stood in a phase before."""
 MAX_IDLE_RECOVERIES = 8
 """The controller may end a job after this many recoveries without a completed step."""
 MAX_PACKETS_PER_S = 2_000
@@ -338,22 +342,20 @@ class Oracle:
             self.silence.begins(worker)
         self.causes.add(f"{fault} of process {worker.process}", most_recoveries(fault, lasts_s))
 
-    def suspended(self, worker: SimulatedProcess, lasts_s: float) -> None:
-        """Records a process that is stopped together with all others.
+    def suspended(self, workers: Sequence[SimulatedProcess], lasts_s: float) -> None:
+        """Records processes that are stopped at once.
 
-        The others are no better, so none of them may be given up for it past the deadline, unless the job would go on
-        from the ranks' own snapshots, or after the long deadline from a checkpoint.
+        Only one that is stopped alone may be given up, past its deadline. Of several, none is better than the others.
         """
-        layout = self._world.layout
-        may_rewind = lasts_s >= DEADLINES.hang_after_s and layout.snapshot_every
-        may_restart = lasts_s >= DEADLINES.long_s - 1.0 and layout.checkpoint_every
-        if may_rewind or may_restart:
-            self.suffers(worker, "suspend", lasts_s)
-        else:
-            self.silence.begins(worker)
-            self.drain.troubled(lasts_s)
+        is_alone = len(workers) == 1 and lasts_s >= DEADLINES.hang_after_s - SOON_S
+        for worker in workers:
+            if is_alone:
+                self.suffers(worker, "suspend", lasts_s)
+            else:
+                self.silence.begins(worker)
+                self.drain.troubled(lasts_s)
         if lasts_s >= CONNECT_S:
-            self.causes.add("a suspension of all ranks", 1 + int(lasts_s / CONNECT_S))
+            self.causes.add("a suspension of ranks", 1 + int(lasts_s / CONNECT_S))
 
     def strikes(self, fault: str, lasts_s: float = 0.0) -> None:
         """Records a fault of a node, of the network or of the controller, or a false hint."""

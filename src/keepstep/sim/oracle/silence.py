@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from keepstep.protocol.controller import RECENT_SHARE
 from keepstep.protocol.deadlines import LEASE_S
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.recovery.suspicion import TOGETHER_S
 from keepstep.sim.cluster.values import INCOMPLETE
 from keepstep.sim.oracle.checks import Check, ViolationError
 
@@ -75,7 +76,7 @@ class SilenceWatch:
 
     def put_down(self, worker: SimulatedProcess) -> None:
         """Checks a process that an operator kills after a long silence: the job must not have waited for it in vain."""
-        if self._is_unchecked() or not self._reach(worker):
+        if self._is_unchecked() or not self._reach(worker) or self._fell_with_others(worker):
             return
 
         def counts(other: SimulatedProcess) -> bool:
@@ -84,6 +85,16 @@ class SilenceWatch:
 
         if self._has_common_step(counts, lambda _: False):
             raise ViolationError(Check.STUCK, f"{worker} is silent, others hold its state, and the job waits for it")
+
+    def _fell_with_others(self, worker: SimulatedProcess) -> bool:
+        """Returns whether another process has fallen silent when this one did, or in the same phase."""
+        since_s = self._since_s[worker.process]
+        return any(
+            other is not worker
+            and self._is_silent(other)
+            and (abs(self._since_s[other.process] - since_s) <= TOGETHER_S + BEFORE_S or other.tag == worker.tag)
+            for other in self._world.rank_holders()
+        )
 
     def evicted(self, node: str, silent_s: float) -> None:
         """Checks the eviction of a node from which the controller has heard nothing for a time."""
