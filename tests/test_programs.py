@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.programs import ending, own_command, unless_ignored
+from keepstep.programs import END_AT_ONCE, Answer, Program, answers, ending, own_command
 
 SOURCE = Path(__file__).parents[1] / "src" / "keepstep"
 
@@ -78,11 +78,23 @@ def test_a_program_is_started_without_the_working_directory() -> None:
 
 
 def test_what_was_ignored_at_the_start_is_not_to_be_handled() -> None:
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert unless_ignored(signal.SIGUSR1, signal.SIGUSR2) == [signal.SIGUSR2]
+        found = answers(Program.LAUNCHER)
+        assert signal.SIGHUP not in found
+        assert found[signal.SIGTERM] is Answer.DRAIN
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("program", Program)
+def test_every_signal_that_would_end_a_program_has_an_answer(program: Program) -> None:
+    """But for those that tell of its own error, for SIGKILL, and for `END_AT_ONCE`."""
+    of_errors = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS}
+    harmless = {signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH, signal.SIGPIPE, signal.SIGXFSZ}
+    stopping = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+    others = {signal.SIGKILL, signal.SIGTRAP, END_AT_ONCE}
+    assert answers(program).keys() == signal.valid_signals() - of_errors - harmless - stopping - others
 
 
 def test_handlers_of_signals_are_set_where_that_is_asked() -> None:
@@ -95,10 +107,9 @@ def test_handlers_of_signals_are_set_where_that_is_asked() -> None:
         "cli/top.py",
         # They ignore signals, or restore what there was; a fault of the drill removes a handler.
         "programs.py",
-        "controller/relay.py",
-        "dashboard/__main__.py",
         "drill/worker_injector.py",
         "worker/process/spawner.py",
+        "worker/process/termination.py",
     }
 
 

@@ -87,6 +87,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Index of the process's slot on the node: with GPUs, its place in `devices`."""
     digest: bool = False
     """Whether the worker reports a digest of all protected state after the last step."""
+    drain_on: tuple[int, ...] = ()
+    """Signals that drain the job besides SIGTERM and SIGHUP."""
     observer: str | None = None
     """``module:function`` that is called with each new session. The drill injects its faults through it."""
     checkpoint_root: str | None = None

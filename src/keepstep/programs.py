@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import os
 import pkgutil
 import signal
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from keepstep.config import has_safe_path
 
@@ -18,6 +19,81 @@ _libc = ctypes.CDLL(None, use_errno=True)
 END_AT_ONCE = signal.SIGRTMAX
 """Ends a child of keepstep at once. Its parent sends it, or the kernel when the parent dies. Terminals, schedulers and
 `nohup` do not send or ignore real-time signals."""
+
+
+OTHERS = (
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO),
+    *(signal.SIGPWR, signal.SIGSTKFLT, *range(signal.SIGRTMIN, signal.SIGRTMAX)),
+)
+"""The signals that end a process which does not handle them, and that mean nothing to keepstep. Without those that tell
+of an error of the process itself, such as SIGSEGV, and without SIGPIPE and SIGXFSZ, which Python ignores."""
+
+
+DRAIN_ON = ("SIGUSR1", "SIGUSR2", "SIGXCPU")
+"""Signals that schedulers send ahead of the end of a job, if a user asks for it."""
+
+
+class Program(enum.StrEnum):
+    """The programs of a job, by what they do about signals."""
+
+    LAUNCHER = "`keepstep run`, `keepstep drill`, `keepstep agent`"
+    CONTROLLER = "`keepstep controller`"
+    VIEW = "`keepstep controller --standby` while it waits, `keepstep dashboard`, `keepstep weights`"
+    CHILD = "a job's own processes: controller, relays, spawner, sweeper, server of weights, page"
+
+
+class Answer(enum.StrEnum):
+    """What a program does about a signal."""
+
+    DRAIN = "drains the job, or its node; a second one ends it at once"
+    END = "ends at once"
+    FORWARD = "passes it on to those ranks that handle it"
+    IGNORE = "ignores it"
+
+
+ANSWERS: dict[Program, dict[str, Answer]] = {
+    Program.LAUNCHER: {
+        "SIGTERM": Answer.DRAIN,
+        "SIGHUP": Answer.DRAIN,
+        "SIGINT": Answer.END,
+        "SIGQUIT": Answer.END,
+        "others": Answer.FORWARD,
+    },
+    Program.CONTROLLER: {
+        "SIGTERM": Answer.DRAIN,
+        "SIGHUP": Answer.DRAIN,
+        "SIGINT": Answer.END,
+        "SIGQUIT": Answer.END,
+        "others": Answer.IGNORE,
+    },
+    Program.VIEW: {
+        "SIGTERM": Answer.END,
+        "SIGHUP": Answer.END,
+        "SIGINT": Answer.END,
+        "SIGQUIT": Answer.END,
+        "others": Answer.IGNORE,
+    },
+    Program.CHILD: dict.fromkeys(("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "others"), Answer.IGNORE),
+}
+"""Program -> signal -> what it does. A scheduler may signal all processes of a job at once, or its first one; only that
+one, or the launcher of each node, acts. It tells its children in other ways: it closes a socket or a pipe."""
+
+
+def answers(program: Program) -> dict[int, Answer]:
+    """Returns what a program does about each signal, but for those that were ignored when it was started.
+
+    `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT and SIGQUIT for a command in the background.
+    Such a signal stays ignored, as in programs that do not handle it.
+    """
+    found: dict[int, Answer] = {}
+    for name, answer in ANSWERS[program].items():
+        found |= dict.fromkeys(OTHERS if name == "others" else (signal.Signals[name],), answer)
+    return {number: answer for number, answer in found.items() if signal.getsignal(number) is not signal.SIG_IGN}
+
+
+def leave_signals_to_parent() -> dict[int, Any]:
+    """Has a child of a job ignore the signals that its parent acts on. Returns signal -> what it did before."""
+    return {number: signal.signal(number, signal.SIG_IGN) for number in answers(Program.CHILD)}
 
 
 def own_command(module: str, *arguments: str) -> list[str]:
@@ -65,15 +141,6 @@ def first_on_path(script: str | None, working_dir: str) -> str | None:
 def is_container(path: str) -> bool:
     """Whether Python looks for a ``__main__.py`` in what it is told to run: in a folder or a zip file."""
     return pkgutil.get_importer(path) is not None
-
-
-def unless_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Returns those of the signals that this program may handle: all but those that were ignored when it was started.
-
-    `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT and SIGQUIT for a command in the background.
-    Such a signal stays ignored, as in programs that do not handle it.
-    """
-    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.support.jobs import SCRIPTS, RunningJob, run, running
 from tests.support.watching import await_journal
@@ -22,6 +25,10 @@ def await_line(job: RunningJob, what: str) -> str:
         if what in line:
             return line
     raise AssertionError(f"the job ended before it said {what!r}: {job.finish()}")
+
+
+def descendants(pid: int) -> list[int]:
+    return [each.pid for each in psutil.Process(pid).children(recursive=True)]
 
 
 def drained(tmp_path: Path, *arguments: object, flags: tuple[object, ...] = ()) -> tuple[int, str, str]:
@@ -78,6 +85,64 @@ def test_what_ignores_the_signal_is_killed_after_the_grace_period(tmp_path: Path
     assert through(out) == set()
 
 
+@pytest.mark.parametrize(
+    ("number", "flags"),
+    [
+        (signal.SIGTERM, ()),
+        (signal.SIGHUP, ()),
+        (signal.SIGUSR1, ("--drain-on", "USR1")),
+        (signal.SIGUSR2, ("--signals-to-handle", "SIGTERM,SIGUSR2")),
+    ],
+)
+def test_a_signal_to_all_processes_is_one_drain_with_the_checkpoint(
+    number: signal.Signals, flags: tuple[object, ...], tmp_path: Path
+) -> None:
+    """As Slurm, systemd and a container's init send it. The loaders' workers end; they are nobody's to keep."""
+    with running("run", "--nproc-per-node", 2, "--grace", 8, *flags, SCRIPT, tmp_path, "loads", MANY) as job:
+        await_line(job, "trains")
+        for process in (each for each in (job.process.pid, *descendants(job.process.pid))):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+        code, _out, err = job.finish()
+        job.wait_until_gone()
+    assert code == 1, err
+    found = re.search(rf"ended by {number.name}: drained at step (\d+), with a checkpoint", err)
+    assert found, err
+    assert (tmp_path / f"step_{int(found[1]):010d}").exists()
+
+
+def test_what_only_helpers_get_changes_nothing(tmp_path: Path) -> None:
+    """The launcher did not get it, so nobody has asked for a drain."""
+    with running("run", "--nproc-per-node", 2, SCRIPT, tmp_path, "checkpoint", MANY) as job:
+        await_line(job, "trains")
+        for process in descendants(job.process.pid):
+            os.kill(process, signal.SIGTERM)
+            os.kill(process, signal.SIGUSR1)
+        await_line(job, "goes on")
+        job.process.send_signal(signal.SIGTERM)
+        code, _out, err = job.finish()
+        job.wait_until_gone()
+    assert code == 1
+    assert "ended by SIGTERM: drained at step" in err
+
+
+def test_other_signals_reach_the_ranks_that_handle_them(tmp_path: Path) -> None:
+    with running("run", "--nproc-per-node", 2, SCRIPT, tmp_path, "counts", MANY) as job:
+        await_line(job, "trains")
+        job.process.send_signal(signal.SIGUSR1)
+        await_line(job, "rank 1 has got SIGUSR1")
+        job.process.send_signal(signal.SIGXCPU)
+        job.process.send_signal(signal.SIGRTMIN + 3)
+        await_line(job, "goes on")
+        job.process.send_signal(signal.SIGTERM)
+        code, out, err = job.finish()
+        job.wait_until_gone()
+    assert code == 1
+    assert "rank 0 has got" not in out
+    assert "keepstep: SIGXCPU is ignored, for no rank handles it; --drain-on SIGXCPU has it drain the job" in err
+    assert "signal 37 is ignored, for no rank handles it\n" in err
+
+
 def test_a_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
     flags = ("--nproc-per-node", 2, "--grace", 3600, "--run-dir", tmp_path)
     with running("run", *flags, SCRIPT, tmp_path, "ignores", MANY) as job:
@@ -114,7 +179,8 @@ def test_an_unprotected_script_gets_the_signal_at_once(tmp_path: Path) -> None:
     [
         (("--grace", -1), "--grace -1.0: must be a number of seconds, 0 or more"),
         (("--grace", "nan"), "--grace nan: must be a number of seconds, 0 or more"),
-        (("--signals-to-handle", "SIGTERM,SIGUSR1"), "SIGUSR1 is not supported"),
+        (("--signals-to-handle", "SIGTERM,SIGALRM"), "SIGALRM is not supported"),
+        (("--drain-on", "SIGALRM"), "'SIGALRM' is not SIGUSR1, SIGUSR2, SIGXCPU"),
     ],
 )
 def test_what_cannot_be_is_refused(flags: tuple[object, ...], said: str, tmp_path: Path) -> None:

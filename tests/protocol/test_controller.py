@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Collection
 import re
+from collections.abc import Collection
 from typing import NoReturn
 
 import msgspec

@@ -2,11 +2,13 @@
 
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import keepstep
 
@@ -26,7 +28,9 @@ if way == "handles":
     signal.signal(signal.SIGTERM, handle)
 if way == "ignores":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-session.protect(model=model, optimizer=optimizer, checkpoint_dir=folder if way == "checkpoint" else None)
+if way == "counts" and session.rank == 1:
+    signal.signal(signal.SIGUSR1, lambda *_: print("rank 1 has got SIGUSR1", flush=True))
+session.protect(model=model, optimizer=optimizer, checkpoint_dir=folder if way in ("checkpoint", "loads") else None)
 saved = folder / "saved.pt"
 start = 0
 if way == "handles" and saved.exists():
@@ -35,9 +39,18 @@ if way == "handles" and saved.exists():
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
 
-for step in session.steps(num_steps, start=start):
+
+def samples() -> Iterator[tuple[keepstep.Step, torch.Tensor | None]]:
+    if way != "loads":
+        yield from ((step, None) for step in session.steps(num_steps, start=start))
+        return
+    loader = DataLoader(TensorDataset(torch.randn(4 * num_steps, 8)), batch_size=4, num_workers=2)
+    yield from ((step, data) for step, (data,) in session.batches(loader, epochs=1))
+
+
+for step, data in samples():
     with step:
-        data = torch.randn(4, 8)
+        data = torch.randn(4, 8) if data is None else data
         loss = model(data).pow(2).mean()
         loss.backward()
         optimizer.step()
@@ -48,6 +61,8 @@ for step in session.steps(num_steps, start=start):
                 model.module.bias.add_(loss, alpha=0.0)
     if step.index == 10:
         print(f"rank {session.rank} trains", flush=True)
+    if step.index % 200 == 199:
+        print(f"rank {session.rank} goes on", flush=True)
 if told_to_end:
     torch.distributed.barrier()  # the groups are whole
     if session.rank == 0:

@@ -14,7 +14,7 @@ from keepstep.agent.environment import environment_of
 from keepstep.agent.health.guard import DeviceGuard
 from keepstep.agent.outputs import WorkerOutput
 from keepstep.agent.phases import PhaseReporter
-from keepstep.agent.processes import AgentWorker, is_stopped
+from keepstep.agent.processes import AgentWorker, handles, is_stopped
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.snapshots import SnapshotMemory
 from keepstep.agent.spawner import SpawnerClient, SpawnerProcess
@@ -380,6 +380,15 @@ class Agent:
         if worker is not None and worker.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGTERM)
+
+    def pass_signal(self, number: int) -> int:
+        """Sends a signal to those ranks that handle it; the others would be ended by it. Returns to how many."""
+        ranks = [each.pid for each in self.workers.values() if each.rank is not None and each.pid is not None]
+        handle = [pid for pid in ranks if handles(pid, number)]
+        for pid in handle:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return len(handle)
 
     # ---- what workers say -------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ def environment_of(worker: Spawn, settings: AgentSettings) -> dict[str, str]:
         shares_gpus=settings.shares_gpus,
         slot=worker.device,
         digest=settings.digest,
+        drain_on=settings.drain_on,
         observer=settings.observer,
         checkpoint_root=settings.checkpoint_root,
     )

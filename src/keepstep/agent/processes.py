@@ -1,4 +1,4 @@
-"""One worker's process: the state that the agent's loop keeps, and whether it is stopped."""
+"""One worker's process: the state that the agent's loop keeps, whether it is stopped, and what it handles."""
 
 from __future__ import annotations
 
@@ -43,3 +43,13 @@ def is_stopped(pid: int | None) -> bool:
     except OSError:
         return False
     return fields[0] == "T"
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal. False where the system does not tell."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)

@@ -95,6 +95,8 @@ class AgentSettings:
     """Modules that workers import before the script's first line."""
     devices: tuple[str, ...] = ()
     """The node's devices, as CUDA_VISIBLE_DEVICES names them; empty if it has none."""
+    drain_on: tuple[int, ...] = ()
+    """Signals that drain the job, or its node, besides SIGTERM and SIGHUP."""
     health: HealthSettings = dataclasses.field(default_factory=HealthSettings)
     deadlines: Deadlines = DEADLINES
     output: OutputSettings = dataclasses.field(default_factory=OutputSettings)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import resource
-import signal
 import socket
 import sys
 import time
 
 from keepstep.errors import KeepstepError, PeerLost
-from keepstep.programs import begin, end_with_parent, leave
+from keepstep.programs import begin, end_with_parent, leave, leave_signals_to_parent
 from keepstep.protocol.relay.bundle import NodeConnected, NodeSaid, PacketBundle
 from keepstep.protocol.relay.gathering import BEAT_S, Gathering
 from keepstep.protocol.transfer.directory import PublishingNode
@@ -143,8 +142,7 @@ def main() -> None:
     begin()
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     end_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # the relay ends when the controller closes the socket
+    leave_signals_to_parent()  # the relay ends when the controller closes the socket
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection takes one
     gc.freeze()

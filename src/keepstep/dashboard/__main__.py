@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import uvicorn
 
 from keepstep.dashboard.app import Dashboard
 from keepstep.dashboard.settings import ServerSettings
-from keepstep.programs import begin
+from keepstep.programs import begin, leave_signals_to_parent
 
 NICENESS = 19
 """Training has priority: on a machine without idle time, the dashboard gets about a hundredth of a core."""
@@ -68,7 +67,7 @@ async def _serve(settings: ServerSettings) -> None:
 def main() -> None:
     """Runs until standard input ends."""
     begin()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job handles Ctrl-C, and ends this process
+    leave_signals_to_parent()
     os.nice(NICENESS)
     with contextlib.suppress(OSError):  # a container may forbid it; then the niceness remains
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # it never preempts the job

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import os
-import signal
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -27,6 +25,7 @@ from keepstep.dashboard import wire
 from keepstep.dashboard.live import Live
 from keepstep.dashboard.metrics import RunCollector
 from keepstep.dashboard.report import STATIC, html_report, security_policy
+from keepstep.programs import leave
 from keepstep.trace.timeline.run import Run, opened
 
 MAX_CHANGES = 200_000
@@ -136,7 +135,7 @@ def _end_without(following: asyncio.Task[None]) -> None:
     """Ends the process if the task that follows the run has failed, because pages would show old data as current."""
     if not following.cancelled() and (error := following.exception()) is not None:
         traceback.print_exception(error)
-        os.kill(os.getpid(), signal.SIGTERM)  # the server closes its connections
+        leave(1)
 
 
 class EventStream:

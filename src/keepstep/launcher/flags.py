@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import os
 import re
+import signal
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,6 +34,7 @@ from keepstep.launcher.cluster.flags import (
 )
 from keepstep.launcher.job import JobOptions, fresh_run_dir
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
+from keepstep.programs import DRAIN_ON
 from keepstep.protocol.deadlines import DEADLINES
 
 LOOPBACK = "127.0.0.1"
@@ -173,6 +175,7 @@ def agent_settings(arguments: argparse.Namespace, place: NodePlace, run_dir: Pat
         preload=tuple(name for each in arguments.preload for name in each.split(",")),
         devices=names_of(visible_devices(), torch.cuda.device_count()),
         health=HealthSettings(HealthMode(arguments.health), numbers_devices_by_bus()),
+        drain_on=tuple(arguments.drain_on),
         deadlines=dataclasses.replace(deadlines_of(arguments), explain_s=arguments.explain_after),
         output=output,
     )
@@ -219,11 +222,13 @@ def _refuse_what_is_not_done_yet(arguments: argparse.Namespace) -> None:
         if value not in (None, False, "null"):
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: not supported yet; leave it out")
     asked = getattr(arguments, "signals_to_handle", "")
-    if unknown := set(filter(None, asked.split(","))) - SIGNALS:
+    named = set(filter(None, asked.split(",")))
+    if unknown := named - SIGNALS - {*DRAIN_ON}:
         raise ConfigurationError(
             f"--signals-to-handle {asked}: {', '.join(sorted(unknown))} is not supported; "
-            f"{', '.join(sorted(SIGNALS))} are handled in any case"
+            f"{', '.join(sorted(SIGNALS))} are handled in any case, and {', '.join(DRAIN_ON)} drain the job if named"
         )
+    arguments.drain_on += [signal.Signals[name] for name in named.intersection(DRAIN_ON)]
 
 
 def _job_environment(arguments: argparse.Namespace, place: NodePlace) -> dict[str, str]:

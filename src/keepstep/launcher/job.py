@@ -74,8 +74,7 @@ def run_job(
 ) -> dict[str, Any]:
     """Runs a job to its end and returns its report, with ``exit_code`` and ``reason``.
 
-    SIGTERM drains the job. A second one ends it at once, and so do SIGINT, SIGHUP, SIGQUIT and an error in
-    ``companion``.
+    What each signal does: `keepstep.programs.ANSWERS`. An error in ``companion`` ends the job at once.
 
     Args:
         options: the job.
@@ -119,7 +118,7 @@ async def _run(
     output = dataclasses.replace(options.agent.output, log_dir=options.log_dir)
     agent = Agent(dataclasses.replace(options.agent, output=output), theirs)
     job = Job(controller, agent)
-    with end_signals() as signals:
+    with end_signals(drain_on=options.agent.drain_on, pass_on=agent.pass_signal) as signals:
         try:
             starting = asyncio.create_task(agent.start(spawner))
             first: list[asyncio.Future[Any]] = [starting, signals.stop, signals.drain]
@@ -139,7 +138,7 @@ async def _run(
 async def _accompany(
     controller: Controller, agent: Agent, signals: EndSignals, companion: Awaitable[None] | None
 ) -> None:
-    """Runs controller and agent until one of them has ended the job, or a signal other than the first SIGTERM comes."""
+    """Runs controller and agent until one of them has ended the job, or a signal that ends it at once comes."""
     deciding = asyncio.create_task(controller.run())
     serving = asyncio.create_task(agent.run())
     waited: set[asyncio.Future[Any]] = {deciding, serving, signals.stop, signals.drain}

@@ -311,6 +311,11 @@ class WorkerMachine:
                 return End()
 
     @property
+    def drains(self) -> bool:
+        """Whether this rank has had an order of a drain."""
+        return self._hold is not None or self._drain is not None or self.terminated
+
+    @property
     def _is_draining(self) -> bool:
         return self._drain is not None and self._drain.generation == self.generation
 
@@ -479,7 +484,9 @@ class WorkerMachine:
         """Returns the report that the script has reached a line that needs its rank; None if the worker has a rank."""
         return msg.RankAwaited(self.worker) if self.rank is None else None
 
-    def built(self, shard: str, snapshots: tuple[int, ...], checkpointing: bool, timeout_s: float, start: int = 0) -> None:
+    def built(
+        self, shard: str, snapshots: tuple[int, ...], checkpointing: bool, timeout_s: float, start: int = 0
+    ) -> None:
         """Records that the script has protected all state and is at its first step, number ``start``.
 
         The other arguments are fields of `msg.WorkerReady`.

@@ -237,8 +237,10 @@ class Injector:
         self._until(dataclasses.replace(fault, lasts_s=long_s), f"worker {victim.process}", "put_down")
 
     def _suspend(self, fault: SimulatedFault) -> None:
-        """Stops processes at once, and continues them after a while: those of all ranks, as ``scontrol suspend`` does, of
-        a node, of some ranks, whose storage does not answer, or of one."""
+        """Stops processes at once, and continues them after a while.
+
+        They are those of all ranks, as ``scontrol suspend`` does it, of a node, of some ranks, or of one.
+        """
         holders = self._world.rank_holders()
         if not holders:
             return

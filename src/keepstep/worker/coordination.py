@@ -7,6 +7,7 @@ points and asks `next_move` for its next move; no other thread touches parameter
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -41,6 +42,7 @@ from keepstep.protocol.worker import Urgency, WorkerMachine, WorkerState
 from keepstep.shared.tagpage import SnapshotMoment, TagWriter
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.link import Link
+from keepstep.worker.process.termination import restore_default
 from keepstep.worker.values.missing import MissingValues, line_of_script
 
 ORDER_DEADLINE_S = 3600.0
@@ -124,6 +126,8 @@ class Coordination:
     def on_order(self, order: WorkerOrder) -> None:
         """Handles the part of an order that cannot wait for the training thread. Runs in the listener's thread."""
         if isinstance(order, Terminate) and not callable(signal.getsignal(signal.SIGTERM)):
+            if restore_default():
+                os.kill(os.getpid(), signal.SIGTERM)  # the agent's own signal may have come before
             return  # a script without a handler must not leave its loop and go on: it would seem complete
         with self._news:
             generation = self._groups_of
@@ -217,6 +221,11 @@ class Coordination:
                 self.page.progress()
                 self._news.wait(min(left_s, SIGN_OF_LIFE_S))
         return self.interrupted
+
+    def hears_of_drain(self, within_s: float) -> bool:
+        """Waits up to ``within_s`` seconds for an order of a drain. Returns whether the job drains."""
+        with self._news:
+            return self._news.wait_for(lambda: self.machine.drains, within_s)
 
     def echoed(self, group: str) -> None:
         """Records that a group has answered a collective by echo."""

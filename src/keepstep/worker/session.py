@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import importlib
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -47,6 +48,7 @@ from keepstep.worker.once import Once
 from keepstep.worker.parallel.choose import layout_of
 from keepstep.worker.parallel.peers import data_ranks, first_tensor_peer, ranks_of_mesh
 from keepstep.worker.parking import take_parked
+from keepstep.worker.process.termination import outlive_signals
 from keepstep.worker.publication import StepPublication, Voice
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.checkpoint import Checkpoints
@@ -161,6 +163,8 @@ class Session(Loops):
             coordination.join()
             for order in parked.orders:
                 coordination.on_order(order)  # type: ignore[arg-type]  # the agent sends orders only
+        if settings is not None:
+            outlive_signals(signal.SIGTERM, signal.SIGHUP, *settings.drain_on)
         link.listen(coordination.on_order)
         if rank is None:
             have_samplers_wait(coordination.await_rank)
@@ -168,6 +172,18 @@ class Session(Loops):
         if parked is None:
             coordination.join()
         return coordination
+
+    def drains_after(self, error: BaseException) -> bool:
+        """Takes part in the drain of the job after an exception that comes of its signal. For a worker's entry.
+
+        Returns:
+            whether the job drains, and this rank has done its part.
+        """
+        controller = self._controller
+        if controller is None or not controller.is_of_drain(error):
+            return False
+        controller.undo()
+        return controller.go_on() is None
 
     # ---- who am I -------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,12 @@ from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.weights.memory.blocks import local_of
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.parallel.zero import local_optimizer
+from keepstep.worker.process.termination import (
+    has_lost_child,
+    held_back,
+    hold_back_child_errors,
+    outlive_signals,
+)
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.step.attempt import Attempt
@@ -37,6 +43,9 @@ from keepstep.worker.step.barrier import Purpose, Votes, pass_gradient_barrier
 from keepstep.worker.step.stop_points import StopPoints
 from keepstep.worker.step.update import check_alone, check_call, check_gradients
 from keepstep.worker.step.warm_up import warm_up
+
+NEWS_S = 5.0
+"""How long the news of a drain may take from the launcher that has the signal to a rank whose processes had it, too."""
 
 
 class StepController:
@@ -108,6 +117,7 @@ class StepController:
         else:
             self._recovery.inspect_checkpoints()
         self._undoing.start_up()
+        outlive_signals()  # libraries may have restored the default action meanwhile
         machine.built(
             self._state.shard(),
             self._recovery.snapshots(),
@@ -239,6 +249,7 @@ class StepController:
         self._is_inside = self._was_begun = True
         self._has_backward = False
         self._begun_s = time.monotonic()
+        hold_back_child_errors()
         self._undoing.begin()
         self.seed(draws_as)
         self._coordination.move(StepEvent.STEP_ENTERED)
@@ -276,7 +287,7 @@ class StepController:
     def is_interruption(self, error: BaseException) -> bool:
         """Whether an exception that left a step comes from a failure elsewhere. The step is then repeated."""
         coordination = self._coordination
-        if isinstance(error, StepInterrupted):
+        if isinstance(error, StepInterrupted) or self.is_of_drain(error):
             return True
         if not self._may_be_left or not isinstance(error, Exception) or not coordination.machine.used_echo:
             return False
@@ -284,6 +295,23 @@ class StepController:
             f"keepstep: step {coordination.machine.steps.step} comes again; it ended in echo with {error!r}",
             file=sys.stderr,
         )
+        return True
+
+    def is_of_drain(self, error: BaseException) -> bool:
+        """Whether an exception comes of a signal to all processes of the job, which ends processes of this rank.
+
+        The job drains then. Without them this rank cannot complete its step, so the others must not wait for it there.
+        """
+        coordination = self._coordination
+        is_repeatable = coordination.attempting and not coordination.completed
+        may_be_left = coordination.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATED) and is_repeatable
+        if not may_be_left or not isinstance(error, Exception) or not has_lost_child(error):
+            return False
+        if not coordination.hears_of_drain(NEWS_S):
+            return False
+        coordination.failed("none", error)
+        what = f"the job drains, and step {self._index} ended with {error!r}: it is undone"
+        print(f"keepstep: rank {coordination.machine.rank}: {what}", file=sys.stderr, flush=True)
         return True
 
     def undo(self) -> None:
@@ -320,6 +348,8 @@ class StepController:
     def _check_stop(self) -> None:
         if self._machine.interrupted and self._may_be_left:
             raise StepInterrupted
+        if held_back and self._may_be_left:
+            raise held_back.pop()
 
     @property
     def _may_be_left(self) -> bool:

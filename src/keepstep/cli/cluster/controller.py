@@ -22,7 +22,7 @@ from keepstep.launcher.cluster.hosting import EXIT_SUPERSEDED
 from keepstep.launcher.cluster.service import ControllerOptions, run_controller
 from keepstep.launcher.cluster.trust import HOW_TO_SHARE, secret_of, server_files_of
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
-from keepstep.programs import END_AT_ONCE, end_with_parent
+from keepstep.programs import END_AT_ONCE, end_with_parent, leave_signals_to_parent
 from keepstep.protocol.lease import HOLD_S
 from keepstep.protocol.messages import printable
 
@@ -35,6 +35,7 @@ def main(arguments: list[str]) -> int:
     chosen = _parser().parse_args(arguments)
     if chosen.parent is not None:
         end_with_parent(chosen.parent, END_AT_ONCE)
+        leave_signals_to_parent()
     secret = secret_of(chosen)
     if secret is None:
         raise ConfigurationError(f"a controller needs the job's secret: {HOW_TO_SHARE}")
@@ -56,7 +57,9 @@ def main(arguments: list[str]) -> int:
         lease_s=chosen.lease,
         outputs=outputs_of(chosen),
         is_continuing=chosen.is_continuing,
-        is_draining=chosen.drain,
+        drained_by=chosen.drain,
+        drain_on=tuple(chosen.drain_on),
+        is_child=chosen.parent is not None,
         is_standby=chosen.standby,
         takeover_s=chosen.takeover_after,
         num_relays=num_relays_for(shape.max_nodes) if chosen.relays is None else chosen.relays,
@@ -101,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         f"{NODES_PER_RELAY} nodes where there are more than {MAX_NODES_ALONE})",
     )  # fmt: skip
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--drain", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--drain", type=int, help=argparse.SUPPRESS)
     add_recovery_flags(parser)
     add_compare_flag(parser)
     add_controller_flags(parser)

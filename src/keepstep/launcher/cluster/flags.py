@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import signal
 import socket
 
 from keepstep import config
 from keepstep.agent.settings import NodePlace
 from keepstep.errors import ConfigurationError
+from keepstep.programs import DRAIN_ON
 from keepstep.protocol.deadlines import DEADLINES, LEASE_S, Deadlines
 from keepstep.protocol.messages import MAX_NAME
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
@@ -156,6 +158,10 @@ def add_controller_flags(parser: argparse._ActionsContainer) -> None:
         help="time until remaining processes are killed; before, the ranks complete a step, save it, and get SIGTERM "
         f"(default: torchrun's --shutdown-timeout, else {GRACE_S:g})",
     )  # fmt: skip
+    parser.add_argument(
+        "--drain-on", type=_draining_signal, action="append", default=[], metavar="SIGNAL",
+        help="also drain on SIGUSR1, SIGUSR2 or SIGXCPU, as a scheduler sends it ahead of the end; may be repeated",
+    )  # fmt: skip
     add_secret_flag(parser)
     parser.add_argument(
         "--tls", default="auto", metavar="auto|off|FILES",
@@ -194,6 +200,14 @@ def add_compare_flag(parser: argparse._ActionsContainer) -> None:
 def add_secret_flag(parser: argparse._ActionsContainer) -> None:
     """Adds the flag that names the file with the job's secret."""
     parser.add_argument("--secret-file", help=f"the job's secret (or: the variable {config.SECRET_VARIABLE})")
+
+
+def _draining_signal(text: str) -> int:
+    """Parses the value of ``--drain-on``, with or without ``SIG``."""
+    name = f"SIG{text.upper().removeprefix('SIG')}"
+    if name not in DRAIN_ON:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {', '.join(DRAIN_ON)}")
+    return signal.Signals[name]
 
 
 def _bundle(text: str) -> dict[str, float]:

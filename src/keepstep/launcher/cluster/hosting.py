@@ -13,6 +13,7 @@ from pathlib import Path
 
 from keepstep.config import SECRET_VARIABLE
 from keepstep.errors import ConfigurationError
+from keepstep.launcher.signals import DRAIN, END
 from keepstep.programs import END_AT_ONCE, ending
 from keepstep.trace.record import runfolder
 
@@ -42,7 +43,7 @@ class HostedController:
         self._environment = {**os.environ, SECRET_VARIABLE: secret}  # environ: passed on to the child
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ending = False
-        self._is_draining = False
+        self._drained_by: int | None = None
 
     async def run(self) -> int:
         """Keeps the controller running until the job has ended. Returns the job's exit code.
@@ -65,13 +66,16 @@ class HostedController:
                 raise ConfigurationError(f"the controller of the job died {num_quick} times in a row")
             print(f"keepstep: the controller died ({how}); restarting it", file=sys.stderr, flush=True)
             again = ("--standby",) if code == EXIT_SUPERSEDED else ("--continue",)
-            again += ("--drain",) if self._is_draining else ()
+            again += () if self._drained_by is None else ("--drain", str(self._drained_by))
 
-    def drain(self) -> None:
-        """Tells the controller to drain the job. If it is being restarted, the new process gets ``--drain``."""
-        self._is_draining = True
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
+    def drain(self, number: int) -> None:
+        """Tells the controller to drain the job. If it is being restarted, the new process gets ``--drain``.
+
+        Args:
+            number: the signal that drains this program.
+        """
+        self._drained_by = number
+        self._tell(DRAIN, number)
 
     async def end(self, number: int = END_AT_ONCE) -> None:
         """Ends the job at once and waits for the controller's exit. Kills the controller at the deadline.
@@ -83,11 +87,21 @@ class HostedController:
         process = self._process
         if process is None or process.poll() is not None:
             return
-        process.send_signal(END_AT_ONCE if number == signal.SIGTERM else number)  # SIGTERM may be its first: a drain
+        self._tell(END, number)
         await ended_or_killed(process, END_DEADLINE_S)
 
+    def _tell(self, what: str, number: int) -> None:
+        """Writes to the standard input of the controller, which ignores signals: a scheduler may send them to all."""
+        if self._process is not None and self._process.poll() is None:
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(f"{what} {number}\n".encode())
+                self._process.stdin.flush()
+
     async def _once(self, again: tuple[str, ...]) -> tuple[int, str]:
-        self._process = subprocess.Popen([*self._command, *again], env=self._environment)  # noqa: ASYNC220 - exec alone
+        self._process = subprocess.Popen(  # noqa: ASYNC220 - exec alone
+            [*self._command, *again], env=self._environment, stdin=subprocess.PIPE
+        )
         return await ended(self._process)
 
     def _has_ended(self) -> bool:

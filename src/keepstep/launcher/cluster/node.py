@@ -53,9 +53,8 @@ class NodeOptions:
 def run_node(options: NodeOptions, hosted: HostedController | None = None) -> EndJob:
     """Serves a job on this node until it has ended.
 
-    SIGTERM on the node that hosts the controller drains the job. On any other node it drains that node: its ranks
-    continue until spares of other nodes take them. A second SIGTERM, SIGINT, SIGHUP and SIGQUIT end the job, or the
-    node's part of it, at once.
+    A signal that drains, on the node that hosts the controller, drains the job. On any other node it drains that node:
+    its ranks continue until spares of other nodes take them. What each signal does: `keepstep.programs.ANSWERS`.
 
     Raises:
         ConfigurationError: the controller refuses this node or does not start, or another process of this machine
@@ -90,7 +89,7 @@ async def _run(options: NodeOptions, hosted: HostedController | None) -> EndJob:
     agent = Agent(options.agent, connection)
     connection.on_trouble = lambda trouble: _tell_trouble(trouble) if agent.left is None else None
     part = _Part(agent, connection, hosted, options)
-    with end_signals() as signals:
+    with end_signals(drain_on=options.agent.drain_on, pass_on=agent.pass_signal) as signals:
         try:
             return await part.run(signals)
         finally:
@@ -151,7 +150,7 @@ class _Part:
         others = [each for each in (connecting, serving, signals.stop, hosting) if each is not None]
         reason = ended_by(signals.drain.result()).reason
         if self._hosted is not None:
-            self._hosted.drain()
+            self._hosted.drain(signals.drain.result())
             await asyncio.wait(others, timeout=self._grace_s + LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
             return
         self._agent.drain(reason)

@@ -11,7 +11,6 @@ import dataclasses
 import math
 import os
 import resource
-import signal
 import socket
 import sys
 import time
@@ -28,7 +27,8 @@ from keepstep.launcher import control
 from keepstep.launcher.cluster.flags import split
 from keepstep.launcher.console import follow
 from keepstep.launcher.recording import Outputs, record_run
-from keepstep.launcher.signals import end_signals, ended_by, stop_signal
+from keepstep.launcher.signals import drained_by, end_signals, ended_by, stop_signal
+from keepstep.programs import Program
 from keepstep.protocol.controller import ControllerMachine, JournalEntry
 from keepstep.protocol.deadlines import LEASE_S
 from keepstep.protocol.lease import HOLD_S
@@ -64,8 +64,12 @@ class ControllerOptions:
     outputs: Outputs = dataclasses.field(default_factory=Outputs)
     is_continuing: bool = False
     """Whether to continue the unfinished run in the folder; otherwise it is moved aside."""
-    is_draining: bool = False
-    """Whether to drain the job, because its former controller received the order and may have died before it acted."""
+    drained_by: int | None = None
+    """The signal that drains the job: its former controller received the order and may have died before it acted."""
+    drain_on: tuple[int, ...] = ()
+    """Signals that drain besides SIGTERM and SIGHUP."""
+    is_child: bool = False
+    """Whether the node's agent has started it, and tells it what to do about signals."""
     is_standby: bool = False
     """Whether to wait until the controller of the folder's run is gone, and then to take over."""
     takeover_s: float = HOLD_S
@@ -79,8 +83,7 @@ class ControllerOptions:
 def run_controller(options: ControllerOptions) -> dict[str, Any]:
     """Serves a job until it has ended and returns its report, with ``exit_code`` and ``reason``.
 
-    SIGTERM drains the job. A second one, SIGINT, SIGHUP and SIGQUIT end it at once. While a standby waits, any of these
-    signals ends the standby only.
+    What each signal does: `keepstep.programs.ANSWERS`. While a standby waits, a signal ends the standby only.
 
     Raises:
         ConfigurationError: the controller cannot serve the run with these options.
@@ -105,7 +108,7 @@ async def _await_turn(options: ControllerOptions, lease: RunLease) -> EndJob | N
             over: the run was started with other settings, or by a version that gives other orders.
     """
     is_told = False
-    with stop_signal() as stopped:
+    with stop_signal(is_child=options.is_child) as stopped:
         while not lease.take():
             if options.is_standby:
                 _check_settings(options)
@@ -215,11 +218,11 @@ async def _serve(
             is_restarted=is_restarted,
             stores=stores,
         )
-        if options.is_draining:
-            controller.drain(ended_by(signal.SIGTERM).reason)
+        if options.drained_by is not None:
+            controller.drain(drained_by(options.drained_by).reason)
         async with control.serve(options.run_dir, lambda: describe(machine.job, _places(machine.job))):
             try:
-                await _until_ended(controller, lease)
+                await _until_ended(controller, lease, options)
             finally:
                 await connections.stop()
     return describe(machine.job)
@@ -241,9 +244,10 @@ def _confirmed(entries: list[JournalEntry], lease: RunLease) -> Iterator[Journal
         yield entry
 
 
-async def _until_ended(controller: Controller, lease: RunLease) -> None:
+async def _until_ended(controller: Controller, lease: RunLease, options: ControllerOptions) -> None:
     """Runs the controller until its job has ended, a signal has ended it, or the controller has lost the lease."""
-    with end_signals() as signals:
+    program = Program.CHILD if options.is_child else Program.CONTROLLER
+    with end_signals(program, options.drain_on) as signals:
         deciding = asyncio.create_task(controller.run())
         keeping = asyncio.create_task(lease.keep())
         following = asyncio.create_task(follow(controller.job))

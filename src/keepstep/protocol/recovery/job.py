@@ -9,7 +9,6 @@ from keepstep.protocol.messages import (
     MembershipChange,
     PassSnapshots,
     ReleaseSnapshots,
-    WorkerSuspected,
 )
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery.end.drain import JobDrain

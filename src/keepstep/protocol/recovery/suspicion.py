@@ -13,9 +13,9 @@ nowhere                                                 never (a node: after `De
 ======================================================  ===========================================
 
 Copies of other silent ranks do not count: ranks that stand still together may do so for one reason, and the last of
-them must not be given up for it. Ranks that have *fallen silent together* are not given up at all (`Suspicions.compare`): the
-cause is hardly in one of them. And where a rank falls silent at the place where one was just replaced for silence, the
-reason is probably that place, and not a device: from then on the job has four times the patience.
+them must not be given up for it. Ranks that have *fallen silent together* are not given up at all: the cause is hardly
+in one of them (`Suspicions.compare`). And where a rank falls silent at the place at which one was just replaced, the
+cause is probably in that place, and not in a device: from then on the job has four times the patience.
 """
 
 from __future__ import annotations
@@ -209,14 +209,13 @@ class Suspicions:
         detail = f"rank {worker.rank}: {suspicion.report.detail}"
         if suspicion.together:
             ranks = ", ".join(map(str, suspicion.together))
-            what = f"ranks {ranks} have fallen silent together, so the cause is hardly in one of them, and none is replaced"
-            return f"{detail}; {what}. They go on as soon as they can" if worker.rank == suspicion.together[0] else None
+            what = f"ranks {ranks} have fallen silent together, so the cause is hardly in one of them"
+            said = f"{detail}; {what}, and none is replaced. They go on as soon as they can"
+            return said if worker.rank == suspicion.together[0] else None
         if left is Left.MEMORY and now_s < suspicion.patient_until_s:
             until_s = suspicion.patient_until_s - suspicion.report.since_s
-            return (
-                f"{detail}; ranks were replaced for silence in turn, so the cause is hardly in this one: it is replaced "
-                f"when it has been silent for {until_s:.0f} s. --hang-after is how long a rank may be silent at first"
-            )
+            what = f"ranks were replaced for silence in turn, so this one is replaced only after {until_s:.0f} s"
+            return f"{detail}; {what}. --hang-after is how long a rank may be silent at first"
         if left is Left.CHECKPOINT:
             long_s = f"{self.deadlines.long_s:g} s"
             what = f"only a checkpoint has its state, so it is not replaced before it has been silent for {long_s}"

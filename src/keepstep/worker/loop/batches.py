@@ -39,6 +39,12 @@ class Batches:
             for step in self._steps(len(self)):
                 epoch, position = divmod(step.index, self.steps_per_epoch)
                 step.place(epoch, position, self.steps_per_epoch)
-                yield step, self._reading.read(epoch, position)
+                try:
+                    batch = self._reading.read(epoch, position)
+                except Exception as error:  # of the script's data set
+                    if not step.is_cut_off(error):
+                        raise
+                    continue
+                yield step, batch
         finally:
             self._reading.close()

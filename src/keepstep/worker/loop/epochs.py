@@ -118,7 +118,13 @@ class Epochs:
             step.place(epoch, position, num_steps)
             self._present(step)
             controller.seed_before_step()
-            yield step, self._reading.read(epoch, position)
+            try:
+                batch = self._reading.read(epoch, position)
+            except Exception as error:  # of the script's data set
+                if not step.is_cut_off(error):
+                    raise
+            else:
+                yield step, batch
             self._next()
 
 

@@ -50,7 +50,14 @@ class Step:
                 return False
             except StepInterrupted:
                 pass
-        elif not self._controller.is_interruption(error):
+        else:
+            return self.is_cut_off(error)
+        self._controller.undo()
+        return True
+
+    def is_cut_off(self, error: BaseException) -> bool:
+        """Whether an exception in this step, or in front of it, comes from a failure elsewhere. If so, undoes it."""
+        if not self._controller.is_interruption(error):
             return False
         self._controller.undo()
         return True

@@ -66,6 +66,9 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
         interruption.__traceback__ = _of_the_script(interruption.__traceback__)
         failure.__traceback__ = interruption.__traceback__
     except BaseException as error:  # any error that ends the script is reported, then the process ends
+        if (session := current_session()) is not None and session.drains_after(error):
+            _left_behind.append(error)
+            return 0
         failure = error.with_traceback(_of_the_script(error.__traceback__))
     else:
         return 0

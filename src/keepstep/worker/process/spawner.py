@@ -24,13 +24,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
-from keepstep.programs import begin, end_with_parent, flush, leave, own_command
+from keepstep.programs import begin, end_with_parent, flush, leave, leave_signals_to_parent, own_command
 from keepstep.transports.spawning import (
     LIFELINE_FD,
     LINK_FD,
@@ -54,14 +54,16 @@ RunScript = Callable[[tuple[str, ...], bool], int]
 class Spawner:
     """Answers requests on ``endpoint`` until its other end closes."""
 
-    def __init__(self, endpoint: socket.socket, sweeper: Sweeper, run_script: RunScript | None, on_ctrl_c: Any) -> None:
+    def __init__(
+        self, endpoint: socket.socket, sweeper: Sweeper, run_script: RunScript | None, on_signals: Mapping[int, Any]
+    ) -> None:
         """Args:
         endpoint: the socket to the agent.
         sweeper: kills the workers' children if this process is killed.
         run_script: what a forked worker runs; None to start fresh interpreters.
-        on_ctrl_c: what SIGINT did when this program was started, as `signal.signal` returns it.
+        on_signals: what the signals did that this program ignores, as `signal.signal` returns it.
         """
-        self._on_ctrl_c = on_ctrl_c
+        self._on_signals = on_signals
         self._endpoint = endpoint
         self._sweeper = sweeper
         self._run_script = run_script
@@ -119,7 +121,8 @@ class Spawner:
                 os.close(descriptor)
             _adopt(request, descriptors)
             os.environ.update(request.environment)  # environ: the worker's own settings, into the fork
-            signal.signal(signal.SIGINT, self._on_ctrl_c)
+            for number, action in self._on_signals.items():
+                signal.signal(number, action)
             if self._run_script is None or request.raw:
                 _execute(request)
             code = self._run_script(request.command, request.module)
@@ -257,6 +260,7 @@ def preload(modules: list[str], path: str | None) -> RunScript:
 def main() -> None:
     """Entry of the program that `keepstep.agent.spawner.SpawnerProcess` starts."""
     begin()
+    on_signals = leave_signals_to_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -267,7 +271,6 @@ def main() -> None:
     arguments = parser.parse_args()
     os.setsid()
     end_with_parent(arguments.parent)
-    on_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)
     sweeper = Sweeper()
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -275,7 +278,7 @@ def main() -> None:
     gc.freeze()  # forked workers then share the interpreter's objects instead of copying them
     gc.enable()
     try:
-        Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script, on_ctrl_c).serve()
+        Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script, on_signals).serve()
     except BaseException:  # its objects are frozen, so it must not end as an interpreter does
         traceback.print_exc()
         leave(1)

@@ -123,9 +123,10 @@ def drained(reason: str | None, how: str) -> EndJob:
     return EndJob(EXIT_DRAINED, f"{reason}: {how}")
 
 
-def drained_in_vain(reason: str, detail: str) -> EndJob:
+def drained_in_vain(reason: str, detail: str, *, has_checkpoint: bool) -> EndJob:
     """A drain was requested, but no rank holds any state to save."""
-    return EndJob(EXIT_DRAINED, f"{reason}: no live rank holds the state, but the newest checkpoint does: {detail}")
+    where = "but the newest checkpoint does" if has_checkpoint else "and there is no checkpoint"
+    return EndJob(EXIT_DRAINED, f"{reason}: no live rank holds the state, {where}: {detail}")
 
 
 def restarts_used_up(detail: str) -> EndJob:

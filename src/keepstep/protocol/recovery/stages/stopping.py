@@ -198,7 +198,8 @@ class Stopping(RecoveryStage):
             detail = job.record.detail if unread is None else f"{job.record.detail}; {unread}"
             return ToEnded(verdicts.nothing_to_recover(job.generation, detail))
         if job.drain.reason is not None:
-            return ToEnded(verdicts.drained_in_vain(job.drain.reason, job.record.detail))
+            reason, detail = job.drain.reason, job.record.detail
+            return ToEnded(verdicts.drained_in_vain(reason, detail, has_checkpoint=job.has_checkpoint))
         reason = f"no live rank reaches a step{'' if unread is None else f', and {unread}'}: all ranks restart"
         job.processes.fence_ranks(reason)
         job.processes.fence_spares("all ranks restart, and it started with the former ones")
