@@ -117,7 +117,7 @@ def test_what_only_helpers_get_changes_nothing(tmp_path: Path) -> None:
         await_line(job, "trains")
         for process in descendants(job.process.pid):
             os.kill(process, signal.SIGTERM)
-            os.kill(process, signal.SIGUSR1)
+            os.kill(process, signal.SIGHUP)
         await_line(job, "goes on")
         job.process.send_signal(signal.SIGTERM)
         code, _out, err = job.finish()
