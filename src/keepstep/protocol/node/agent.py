@@ -233,15 +233,6 @@ class AgentMachine:
         self._say_farewell(now_s)
         if self._evicted:
             return
-        self._judge(now_s)
-        still_s = {number: duration_s for number, _, duration_s in self.liveness.standing(0.0, now_s)}
-        if self._suspicions or self._stall is not None or self._watch.is_due(still_s, now_s):
-            suspected = (each.worker for each in self._suspicions)
-            self._effects.append(LookCloser(tuple(dict.fromkeys((*still_s, *suspected)))))
-        if self._held and now_s >= self._held_since_s + HOLD_S:
-            self._release()
-
-    def _judge(self, now_s: float) -> None:
         for verdict in () if self._is_terminating else self.liveness.judge(now_s):
             match verdict:
                 case msg.WorkerSuspected():
@@ -250,6 +241,12 @@ class AgentMachine:
                     self._say(verdict)
                 case msg.JobStalled():
                     self._stall = verdict
+        still_s = {number: duration_s for number, _, duration_s in self.liveness.standing(0.0, now_s)}
+        if self._suspicions or self._stall is not None or self._watch.is_due(still_s, now_s):
+            suspected = (each.worker for each in self._suspicions)
+            self._effects.append(LookCloser(tuple(dict.fromkeys((*still_s, *suspected)))))
+        if self._held and now_s >= self._held_since_s + HOLD_S:
+            self._release()
 
     def receive(self, packet: msg.Packet | msg.NodeEvicted, now_s: float) -> None:
         """Processes a packet of the controller. Drops a packet for another incarnation."""
@@ -476,8 +473,9 @@ class AgentMachine:
             self.liveness.safe(number)
         if isinstance(report, msg.GroupAnswer):
             if not isinstance(report, msg.Holding):  # which the thread of the link says
-                self.liveness.answered(number, now_s)
-                self._judge(now_s)  # the controller must not act on a suspicion that the answer refutes
+                lifted = self.liveness.answered(number, now_s)
+                if lifted is not None:
+                    self._say(lifted)
             self._hold(report, now_s)
         else:
             self._say(report)

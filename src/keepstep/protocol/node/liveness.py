@@ -148,13 +148,20 @@ class LivenessMachine:
         if worker in self._workers:
             self._workers[worker].safe = True
 
-    def answered(self, worker: int, now_s: float) -> None:
-        """Records an answer of the training thread: it makes progress, even if the page has not shown it yet."""
-        if worker in self._workers:
-            watched = self._workers[worker]
-            watched.obey_within_s, watched.changed_s = None, now_s
-            if watched.stopped_since_s is not None:
-                watched.stopped_since_s = now_s
+    def answered(self, worker: int, now_s: float) -> SuspicionLifted | None:
+        """Records an answer of the training thread: it makes progress, even if the page has not shown it yet.
+
+        Returns:
+            What the controller must hear before the answer, so that it does not act on a suspicion that this refutes.
+        """
+        watched = self._workers.get(worker)
+        if watched is None:
+            return None
+        watched.obey_within_s, watched.changed_s = None, now_s
+        if watched.stopped_since_s is not None:
+            watched.stopped_since_s = now_s
+        was_suspected, watched.suspected = watched.suspected, False
+        return SuspicionLifted(worker) if was_suspected else None
 
     def recovering(self, worker: int, now_s: float) -> None:
         """Records that the worker recovers: ``recovery_s`` is the deadline from now on."""

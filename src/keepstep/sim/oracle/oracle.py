@@ -261,6 +261,7 @@ class Oracle:
             or self.is_unreachable(worker)
             or len(self._finished) == self._world.layout.world_size
             or self._excuses
+            or self.silence.is_alone(worker)
             or self.state_is_lost()
         ):
             return

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from keepstep.protocol.controller import RECENT_SHARE
 from keepstep.protocol.deadlines import LEASE_S
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.recovery import Stage
 from keepstep.protocol.recovery.suspicion import TOGETHER_S
 from keepstep.sim.cluster.values import INCOMPLETE
 from keepstep.sim.oracle.checks import Check, ViolationError
@@ -86,15 +87,29 @@ class SilenceWatch:
         if self._has_common_step(counts, lambda _: False):
             raise ViolationError(Check.STUCK, f"{worker} is silent, others hold its state, and the job waits for it")
 
+    def is_alone(self, worker: SimulatedProcess) -> bool:
+        """Returns whether a process is stopped past its deadline, and no other one is that the controller hears of."""
+        now_s = self._world.schedule.now_s
+        lasts_s = now_s - self._since_s.get(worker.process, now_s) + BEFORE_S
+        stopped = [other for other in self._world.rank_holders() if other.is_stopped]
+        heard = [other for other in stopped if not self._world.oracle.is_unreachable(other)]
+        return heard == [worker] and lasts_s >= self._world.layout.settings.deadlines.hang_after_s
+
     def _fell_with_others(self, worker: SimulatedProcess) -> bool:
-        """Returns whether another process has fallen silent when this one did, or in the same phase."""
-        since_s = self._since_s[worker.process]
-        return any(
-            other is not worker
-            and self._is_silent(other)
-            and (abs(self._since_s[other.process] - since_s) <= TOGETHER_S + BEFORE_S or other.tag == worker.tag)
-            for other in self._world.rank_holders()
-        )
+        """Returns whether another process was silent with this one until now, perhaps since the same time.
+
+        That is the time when each fell silent, or when ranks were last ordered to stop, from which all count as late.
+        """
+        now_s, controller = self._world.schedule.now_s, self._world.controller.machine
+        since_s, least_s = self._since_s[worker.process], self._world.layout.settings.deadlines.hang_after_s + BEFORE_S
+        for process, other_s in self._since_s.items():
+            other = self._world.workers[process]
+            is_or_was = other.is_stuck or self._is_silent(other) if other.is_alive else other.died_s > now_s - least_s
+            is_stopped = controller.job.stage is not Stage.TRAINING
+            is_near = abs(other_s - since_s) <= TOGETHER_S + BEFORE_S or other.tag == worker.tag
+            if other is not worker and is_or_was and (is_near or is_stopped):
+                return True
+        return False
 
     def evicted(self, node: str, silent_s: float) -> None:
         """Checks the eviction of a node from which the controller has heard nothing for a time."""
