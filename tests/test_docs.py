@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import pytest
 from tests.support import scenario
 
 import keepstep
+from keepstep import programs
 from keepstep.cli import drill, main, simulate
 from keepstep.cli.cluster import controller, weights
 from keepstep.drill import faults
@@ -333,7 +335,7 @@ def test_no_flag_is_invented() -> None:
     known |= {option for each in commands for action in each._actions for option in action.option_strings}
     known |= {"--new", "--node", "--receiver", "--out", "--controller"}  # of `keepstep token` and agent
     known |= {option for action in controller._parser()._actions for option in action.option_strings}
-    known |= {"--no-kill", "--kill-on-bad-exit", "--wait"}  # of Slurm
+    known |= {"--no-kill", "--kill-on-bad-exit", "--wait", "--signal"}  # of Slurm
     known |= {"--otel", "--once", "--listen"}  # of `keepstep run`, of the views
     known |= {"--nodes-per-relay", "--call-us"}  # of benchmarks/scale.py
     known |= {"--steps", "--size", "--batch-size", "--check", "--parallel"}  # of the examples, of docs/diagrams.py
@@ -352,8 +354,15 @@ def test_exit_codes_are_all_described() -> None:
     codes = {value for name, value in vars(recovery).items() if name.startswith("EXIT_")}
     codes |= {0, main.EXIT_USAGE, hosting.EXIT_USAGE, hosting.EXIT_SUPERSEDED}
     assert codes == {int(code) for code in re.findall(r"^\| (\d+) \|", described, re.MULTILINE)}
-    for number in signals._SIGNALS:
+    ends = {name for table in programs.DISPOSITIONS.values() for name in table} - {"others"}
+    for number in (signal.Signals[name] for name in ends):
         assert (code := signals.ended_by(number).exit_code) in codes or f"{code} for" in described
+
+
+def test_signals_are_all_described() -> None:
+    described = section(USAGE, "Hangs and signals")
+    for program, table in programs.DISPOSITIONS.items():
+        assert f"| {program} | {' | '.join(table.values())} |" in described
 
 
 def test_report_fields_are_all_described() -> None:

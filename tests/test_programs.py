@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.programs import END_AT_ONCE, Answer, Program, answers, ending, own_command
+from keepstep.programs import END_AT_ONCE, Disposition, Program, dispositions, ending, own_command
 
 SOURCE = Path(__file__).parents[1] / "src" / "keepstep"
 
@@ -80,9 +80,9 @@ def test_a_program_is_started_without_the_working_directory() -> None:
 def test_what_was_ignored_at_the_start_is_not_to_be_handled() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        found = answers(Program.LAUNCHER)
+        found = dispositions(Program.LAUNCHER)
         assert signal.SIGHUP not in found
-        assert found[signal.SIGTERM] is Answer.DRAIN
+        assert found[signal.SIGTERM] is Disposition.DRAIN
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -94,7 +94,7 @@ def test_every_signal_that_would_end_a_program_has_an_answer(program: Program) -
     harmless = {signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH, signal.SIGPIPE, signal.SIGXFSZ}
     stopping = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
     others = {signal.SIGKILL, signal.SIGTRAP, END_AT_ONCE}
-    assert answers(program).keys() == signal.valid_signals() - of_errors - harmless - stopping - others
+    assert dispositions(program).keys() == signal.valid_signals() - of_errors - harmless - stopping - others
 
 
 def test_handlers_of_signals_are_set_where_that_is_asked() -> None:

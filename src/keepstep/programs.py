@@ -42,7 +42,7 @@ class Program(enum.StrEnum):
     CHILD = "a job's own processes: controller, relays, spawner, sweeper, server of weights, page"
 
 
-class Answer(enum.StrEnum):
+class Disposition(enum.StrEnum):
     """What a program does about a signal."""
 
     DRAIN = "drains the job, or its node; a second one ends it at once"
@@ -51,49 +51,49 @@ class Answer(enum.StrEnum):
     IGNORE = "ignores it"
 
 
-ANSWERS: dict[Program, dict[str, Answer]] = {
+DISPOSITIONS: dict[Program, dict[str, Disposition]] = {
     Program.LAUNCHER: {
-        "SIGTERM": Answer.DRAIN,
-        "SIGHUP": Answer.DRAIN,
-        "SIGINT": Answer.END,
-        "SIGQUIT": Answer.END,
-        "others": Answer.FORWARD,
+        "SIGTERM": Disposition.DRAIN,
+        "SIGHUP": Disposition.DRAIN,
+        "SIGINT": Disposition.END,
+        "SIGQUIT": Disposition.END,
+        "others": Disposition.FORWARD,
     },
     Program.CONTROLLER: {
-        "SIGTERM": Answer.DRAIN,
-        "SIGHUP": Answer.DRAIN,
-        "SIGINT": Answer.END,
-        "SIGQUIT": Answer.END,
-        "others": Answer.IGNORE,
+        "SIGTERM": Disposition.DRAIN,
+        "SIGHUP": Disposition.DRAIN,
+        "SIGINT": Disposition.END,
+        "SIGQUIT": Disposition.END,
+        "others": Disposition.IGNORE,
     },
     Program.VIEW: {
-        "SIGTERM": Answer.END,
-        "SIGHUP": Answer.END,
-        "SIGINT": Answer.END,
-        "SIGQUIT": Answer.END,
-        "others": Answer.IGNORE,
+        "SIGTERM": Disposition.END,
+        "SIGHUP": Disposition.END,
+        "SIGINT": Disposition.END,
+        "SIGQUIT": Disposition.END,
+        "others": Disposition.IGNORE,
     },
-    Program.CHILD: dict.fromkeys(("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "others"), Answer.IGNORE),
+    Program.CHILD: dict.fromkeys(("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "others"), Disposition.IGNORE),
 }
 """Program -> signal -> what it does. A scheduler may signal all processes of a job at once, or its first one; only that
 one, or the launcher of each node, acts. It tells its children in other ways: it closes a socket or a pipe."""
 
 
-def answers(program: Program) -> dict[int, Answer]:
+def dispositions(program: Program) -> dict[int, Disposition]:
     """Returns what a program does about each signal, but for those that were ignored when it was started.
 
     `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT and SIGQUIT for a command in the background.
     Such a signal stays ignored, as in programs that do not handle it.
     """
-    found: dict[int, Answer] = {}
-    for name, answer in ANSWERS[program].items():
+    found: dict[int, Disposition] = {}
+    for name, answer in DISPOSITIONS[program].items():
         found |= dict.fromkeys(OTHERS if name == "others" else (signal.Signals[name],), answer)
     return {number: answer for number, answer in found.items() if signal.getsignal(number) is not signal.SIG_IGN}
 
 
 def leave_signals_to_parent() -> dict[int, Any]:
     """Has a child of a job ignore the signals that its parent acts on. Returns signal -> what it did before."""
-    return {number: signal.signal(number, signal.SIG_IGN) for number in answers(Program.CHILD)}
+    return {number: signal.signal(number, signal.SIG_IGN) for number in dispositions(Program.CHILD)}
 
 
 def own_command(module: str, *arguments: str) -> list[str]:

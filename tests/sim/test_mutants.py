@@ -40,7 +40,7 @@ from keepstep.protocol.recovery.stages.starting import Starting
 from keepstep.protocol.recovery.stages.stopping import Stopping
 from keepstep.protocol.recovery.stages.training import Training
 from keepstep.protocol.recovery.standstill import Standstill
-from keepstep.protocol.recovery.suspicion import Left, Silence
+from keepstep.protocol.recovery.suspicion import Left, Silence, Suspicions
 from keepstep.protocol.relay.bundle import PacketBundle, Row
 from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.resume import Action
@@ -658,6 +658,17 @@ def a_suspected_rank_is_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Training, "left_without", lambda self, silence: Left.MEMORY)
 
 
+def none_have_fallen_silent_together(patch: pytest.MonkeyPatch) -> None:
+    right = Suspicions.compare
+
+    def compare(self: Suspicions, holders: Collection[Worker], busy: Collection[int], now_s: float) -> None:
+        right(self, holders, busy, now_s)
+        for each in self:
+            each.together = ()
+
+    patch.setattr(Suspicions, "compare", compare)
+
+
 def copies_of_others_that_are_silent_count(patch: pytest.MonkeyPatch) -> None:
     right = Training.left_without
 
@@ -666,6 +677,7 @@ def copies_of_others_that_are_silent_count(patch: pytest.MonkeyPatch) -> None:
         return right(self, dataclasses.replace(silence, silent=lost))
 
     patch.setattr(Training, "left_without", left_without)
+    none_have_fallen_silent_together(patch)
 
 
 def a_survivor_that_does_not_stop_is_lost_though_it_has_the_last_copy(patch: pytest.MonkeyPatch) -> None:
@@ -1182,6 +1194,7 @@ MUTANTS: dict[Plant, Check] = {
     who_waits_for_a_peer_is_to_blame: Check.HEALTHY_FENCED,
     no_rank_is_ever_hung: Check.STUCK,
     a_suspected_rank_is_lost: Check.LAST_COPY,
+    none_have_fallen_silent_together: Check.HEALTHY_FENCED,
     copies_of_others_that_are_silent_count: Check.NO_CAUSE,
     a_survivor_that_does_not_stop_is_lost_though_it_has_the_last_copy: Check.LAST_COPY,
     a_source_that_is_silent_is_lost_though_it_has_the_last_copy: Check.LAST_COPY,
@@ -1237,6 +1250,13 @@ def all_ranks_are_stopped(seed: int) -> Case:
     nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(4))
     layout = ClusterLayout(nodes, ("0",) * 3, settings, num_steps=40)
     return Case(seed, layout, (SimulatedFault("suspend", 3.0 + seed % 50 / 10, lasts_s=8.0 + seed % 37 / 10),))
+
+
+def some_ranks_are_stopped(seed: int) -> Case:
+    """Two of three, past the deadline."""
+    case = all_ranks_are_stopped(seed)
+    (fault,) = case.plan
+    return dataclasses.replace(case, plan=(dataclasses.replace(fault, pick=2 + 4 * 1),))
 
 
 def two_of_which_one(seed: int, shards: tuple[str, str], *faults: SimulatedFault, every: int | None = None) -> Case:
@@ -1466,6 +1486,7 @@ CASES: dict[Plant, Callable[[int], Case]] = {
     loops_that_end_unevenly_are_not_noticed: a_rank_leaves_its_loop_early,
     a_rank_in_its_last_step_has_begun_another: data_is_cut_off_in_the_last_step,
     the_common_step_is_the_least: a_node_is_cut_off_in_the_barrier,
+    none_have_fallen_silent_together: some_ranks_are_stopped,
     copies_of_others_that_are_silent_count: all_ranks_are_stopped,
     a_suspected_rank_is_lost: a_rank_is_silent_without_replica,
     a_checkpoint_that_is_not_written_counts: a_rank_is_silent_without_replica,

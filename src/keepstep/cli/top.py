@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from keepstep.cli.terminal.screen import Screen
-from keepstep.programs import Program, answers
+from keepstep.programs import Program, dispositions
 from keepstep.trace.timeline.run import Run
 
 REFRESH_S = 0.2
@@ -62,7 +62,7 @@ def print_frame(screen: Screen, console: Console) -> None:
 
 def follow(run: Run, screen: Screen, console: Console) -> None:
     """Draws a run over the whole terminal until it is over, or the user presses q or Ctrl-C."""
-    handled = {signal.SIGTERM}.intersection(answers(Program.VIEW))  # so that it restores the terminal, too
+    handled = {signal.SIGTERM}.intersection(dispositions(Program.VIEW))  # so that it restores the terminal, too
     before = [signal.signal(number, _leave) for number in handled]
     try:
         with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
 
-from keepstep.programs import DRAIN_ON, END_AT_ONCE, Answer, Program, answers, signal_name
+from keepstep.programs import DRAIN_ON, END_AT_ONCE, Disposition, Program, dispositions, signal_name
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_DRAINED, EXIT_FAILED
 
@@ -56,7 +56,7 @@ def end_signals(
 
     Args:
         program: which it is.
-        drain_on: signals that drain it besides those of `keepstep.programs.ANSWERS`.
+        drain_on: signals that drain it besides those of `keepstep.programs.DISPOSITIONS`.
         pass_on: passes on the signals that are the ranks'.
     """
     loop = asyncio.get_running_loop()
@@ -75,8 +75,13 @@ def end_signals(
             hint = f"; --drain-on {name} has it drain the job" if name in DRAIN_ON else ""
             print(f"keepstep: {name} is ignored, for no rank handles it{hint}", file=sys.stderr, flush=True)
 
-    handlers = {Answer.DRAIN: drains, Answer.END: ends, Answer.FORWARD: others, Answer.IGNORE: others}
-    found = {number: handlers[answer] for number, answer in answers(program).items()}
+    handlers = {
+        Disposition.DRAIN: drains,
+        Disposition.END: ends,
+        Disposition.FORWARD: others,
+        Disposition.IGNORE: others,
+    }
+    found = {number: handlers[answer] for number, answer in dispositions(program).items()}
     found |= dict.fromkeys(drain_on, drains)
     with contextlib.ExitStack() as stack:
         if program is Program.CHILD:

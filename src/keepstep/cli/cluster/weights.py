@@ -16,7 +16,7 @@ from keepstep.cli.cluster.weights_metrics import metrics_in, metrics_text
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.cluster.flags import add_secret_flag, endpoint_of
 from keepstep.launcher.cluster.trust import HOW_TO_SHARE, believing, secret_of
-from keepstep.programs import END_AT_ONCE, Answer, Program, answers, end_with_parent, leave_signals_to_parent
+from keepstep.programs import END_AT_ONCE, Disposition, Program, dispositions, end_with_parent, leave_signals_to_parent
 from keepstep.trace.targets import check_target
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, read_private
@@ -40,7 +40,8 @@ def main(arguments: list[str]) -> int:
     if chosen.metrics is not None:
         check_target("--metrics", Path(chosen.metrics))
     stop = threading.Event()
-    for number in (*(number for number, answer in answers(Program.VIEW).items() if answer is Answer.END), END_AT_ONCE):
+    ends = [number for number, disposition in dispositions(Program.VIEW).items() if disposition is Disposition.END]
+    for number in (*ends, END_AT_ONCE):
         signal.signal(number, lambda _number, _frame: stop.set())
     secret = secret_of(chosen)
     return _serve(chosen, secret, stop) if chosen.command == "serve" else _receive(chosen, secret, stop)

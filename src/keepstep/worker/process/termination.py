@@ -68,7 +68,7 @@ def has_lost_child(error: BaseException) -> bool:
     return any(-(each.exitcode or 0) in _outlived for each in tuple(children))
 
 
-class _ChildHandler:
+class _LoaderErrors:
     """A handler of SIGCHLD that raises where the script waits for a loader, and nowhere else."""
 
     def __init__(self, handler: Any) -> None:
@@ -78,7 +78,7 @@ class _ChildHandler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         try:
             self._handler(number, frame)
-        except Exception as error:
+        except Exception as error:  # torch raises a RuntimeError, a script of its own whatever it likes
             if _is_in_loader(frame):
                 raise
             held_back[:] = [error]
@@ -91,9 +91,9 @@ def hold_back_child_errors() -> None:
     when the script asks it for a batch.
     """
     handler = signal.getsignal(signal.SIGCHLD)
-    is_wrapped = isinstance(handler, _ChildHandler) or not callable(handler)
+    is_wrapped = isinstance(handler, _LoaderErrors) or not callable(handler)
     if not is_wrapped and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, _ChildHandler(handler))
+        signal.signal(signal.SIGCHLD, _LoaderErrors(handler))
 
 
 def _is_in_loader(frame: FrameType | None) -> bool:

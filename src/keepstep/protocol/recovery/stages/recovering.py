@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from keepstep.protocol.messages import Cause, Recover, StateRecovered
 from keepstep.protocol.recovery.job import JobState
@@ -44,6 +44,11 @@ class Recovering(RecoveryStage):
         copies = tuple(transfer for transfer, _ in decision.copies)
         told = job.tell(before, change)
         job.orders.to_all(Recover(job.generation, step, decision.transfers, told, copies, kept), reason)
+
+    @property
+    def busy(self) -> Collection[int]:
+        """None for sure: ranks connect to each other and send each other state, so each may wait for a silent one."""
+        return ()
 
     def proceed(self, now_s: float) -> Next:
         """Goes to training when all ranks are at the resume step."""
