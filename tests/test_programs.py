@@ -88,8 +88,11 @@ def test_what_was_ignored_at_the_start_is_not_to_be_handled() -> None:
 
 
 @pytest.mark.parametrize("program", Program)
-def test_every_signal_that_would_end_a_program_has_an_answer(program: Program) -> None:
+def test_every_signal_that_would_end_a_program_has_a_disposition(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """But for those that tell of its own error, for SIGKILL, and for `END_AT_ONCE`."""
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)
     of_errors = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS}
     harmless = {signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH, signal.SIGPIPE, signal.SIGXFSZ}
     stopping = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}

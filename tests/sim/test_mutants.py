@@ -1305,8 +1305,9 @@ def a_rank_leaves_its_loop_early(seed: int) -> Case:
 
 
 def data_is_cut_off_in_the_last_step(seed: int) -> Case:
-    """One rank has left the last barrier and is through, the other one waits in it."""
-    return two_ranks(seed, 2, None, SimulatedFault("cut data", 1.0 + seed % 20 / 10, None, Phase.SYNCED, 1, 20.0))
+    """One rank has left the last barrier and is through, the other one waits in it, but not so long that it is stuck
+    there again when the groups are connected anew, which ends a job."""
+    return two_ranks(seed, 2, None, SimulatedFault("cut data", 1.0 + seed % 20 / 10, None, Phase.SYNCED, 1, 12.0))
 
 
 def a_node_is_drained(seed: int) -> Case:

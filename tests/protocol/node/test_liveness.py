@@ -215,8 +215,8 @@ def test_an_answer_ends_a_suspicion_though_no_look_has_shown_progress() -> None:
     node = Node(num_ranks=1)
     node.look(0, Phase.FORWARD, stopped=True)
     assert suspected(node.judge_after(HANG_S + BIT_S)) == [(0, Cause.STOPPED)]
-    node.machine.answered(0, node.now_s)
-    assert node.judge_after(0.0) == [SuspicionLifted(0)]
+    assert node.machine.answered(0, node.now_s) == SuspicionLifted(0)
+    assert node.judge_after(0.0) == []
     assert node.judge_after(HANG_S - BIT_S) == []
     assert suspected(node.judge_after(2 * BIT_S)) == [(0, Cause.STOPPED)]
 

@@ -37,7 +37,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (ended.exit_code, ended.reason, ended.at_ns) == (3, "why", written.started_ns + 5)
 
 
-FORM = {1: "9696dc6c99aeae12"}
+FORM = {2: "fb37eb3c2ef7f039"}
 """`runfolder.FORMAT` -> a digest of what the files are made of that no reader can check by itself."""
 
 

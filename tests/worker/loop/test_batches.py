@@ -5,6 +5,7 @@ import itertools
 import os
 import pickle
 import random
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def of(loader: Any, steps: Any = None, *, epochs: int = 3, accumulate: int = 1, 
     """Batches of a script that is handed these steps, or all in their order."""
 
     def hand_out(num_steps: int) -> Iterator[Any]:
-        controller: Any = None
+        controller: Any = types.SimpleNamespace(is_interruption=lambda error: False)
         return iter([Step(controller, index, 0, False) for index in (range(num_steps) if steps is None else steps)])
 
     return Batches(Reading(loader, epochs, accumulate, seed, lambda: 1), hand_out)

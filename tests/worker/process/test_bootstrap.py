@@ -105,7 +105,9 @@ def link(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     """That of a script which runs in this process."""
     found = Link(capsys)
     monkeypatch.setattr(
-        bootstrap, "current_session", lambda: SimpleNamespace(_coordination=SimpleNamespace(link=found))
+        bootstrap,
+        "current_session",
+        lambda: SimpleNamespace(_coordination=SimpleNamespace(link=found), drains_after=lambda _: False),
     )
     for name, value in (("argv", sys.argv), ("orig_argv", sys.orig_argv), ("path", [*sys.path])):
         monkeypatch.setattr(sys, name, value)

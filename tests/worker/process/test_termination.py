@@ -13,6 +13,7 @@ PREAMBLE = """
 import multiprocessing, os, signal, subprocess, sys, threading
 from keepstep.worker.process import termination
 number = signal.Signals[sys.argv[1]]
+signal.signal(number, signal.SIG_DFL)  # `nohup` may have started the tests
 termination.outlive_signals(number)
 """
 

@@ -96,13 +96,16 @@ class HostedController:
             assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.write(f"{what} {number}\n".encode())
-                self._process.stdin.flush()
 
     async def _once(self, again: tuple[str, ...]) -> tuple[int, str]:
         self._process = subprocess.Popen(  # noqa: ASYNC220 - exec alone
-            [*self._command, *again], env=self._environment, stdin=subprocess.PIPE
+            [*self._command, *again], env=self._environment, stdin=subprocess.PIPE, bufsize=0
         )
-        return await ended(self._process)
+        try:
+            return await ended(self._process)
+        finally:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
 
     def _has_ended(self) -> bool:
         try:

@@ -57,7 +57,7 @@ class WorkerReady(Message, frozen=True):
     snapshots: Numbers
     checkpointing: bool
     shard: Name
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class CheckpointWritten(Message, frozen=True):

@@ -25,7 +25,7 @@ PHASES = "phases"
 START_UP = "start-up"
 STORE = "store"
 WEIGHTS = "weights.json"
-FORMAT = 1
+FORMAT = 2
 """The form of a run's files. It is raised when an older version would misread a newer file, or the other way round."""
 _LOCK = "run.lock"
 _EARLIER = "earlier-{}"
