@@ -104,11 +104,8 @@ class Link:
 def link(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Link:
     """That of a script which runs in this process."""
     found = Link(capsys)
-    monkeypatch.setattr(
-        bootstrap,
-        "current_session",
-        lambda: SimpleNamespace(_coordination=SimpleNamespace(link=found), drains_after=lambda _: False),
-    )
+    session = SimpleNamespace(_coordination=SimpleNamespace(link=found), drains_after=lambda _: False)
+    monkeypatch.setattr(bootstrap, "current_session", lambda: session)
     for name, value in (("argv", sys.argv), ("orig_argv", sys.orig_argv), ("path", [*sys.path])):
         monkeypatch.setattr(sys, name, value)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
