@@ -74,7 +74,7 @@ def run_job(
 ) -> dict[str, Any]:
     """Runs a job to its end and returns its report, with ``exit_code`` and ``reason``.
 
-    What each signal does: `keepstep.programs.ANSWERS`. An error in ``companion`` ends the job at once.
+    What each signal does: `keepstep.programs.DISPOSITIONS`. An error in ``companion`` ends the job at once.
 
     Args:
         options: the job.

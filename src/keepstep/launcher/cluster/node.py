@@ -54,7 +54,7 @@ def run_node(options: NodeOptions, hosted: HostedController | None = None) -> En
     """Serves a job on this node until it has ended.
 
     A signal that drains, on the node that hosts the controller, drains the job. On any other node it drains that node:
-    its ranks continue until spares of other nodes take them. What each signal does: `keepstep.programs.ANSWERS`.
+    its ranks continue until spares of other nodes take them. What each signal does: `keepstep.programs.DISPOSITIONS`.
 
     Raises:
         ConfigurationError: the controller refuses this node or does not start, or another process of this machine

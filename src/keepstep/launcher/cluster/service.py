@@ -83,7 +83,7 @@ class ControllerOptions:
 def run_controller(options: ControllerOptions) -> dict[str, Any]:
     """Serves a job until it has ended and returns its report, with ``exit_code`` and ``reason``.
 
-    What each signal does: `keepstep.programs.ANSWERS`. While a standby waits, a signal ends the standby only.
+    What each signal does: `keepstep.programs.DISPOSITIONS`. While a standby waits, a signal ends the standby only.
 
     Raises:
         ConfigurationError: the controller cannot serve the run with these options.
