@@ -86,9 +86,9 @@ def dispositions(program: Program) -> dict[int, Disposition]:
     Such a signal stays ignored, as in programs that do not handle it.
     """
     found: dict[int, Disposition] = {}
-    for name, answer in DISPOSITIONS[program].items():
-        found |= dict.fromkeys(OTHERS if name == "others" else (signal.Signals[name],), answer)
-    return {number: answer for number, answer in found.items() if signal.getsignal(number) is not signal.SIG_IGN}
+    for name, disposition in DISPOSITIONS[program].items():
+        found |= dict.fromkeys(OTHERS if name == "others" else (signal.Signals[name],), disposition)
+    return {number: each for number, each in found.items() if signal.getsignal(number) is not signal.SIG_IGN}
 
 
 def leave_signals_to_parent() -> dict[int, Any]:

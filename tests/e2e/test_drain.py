@@ -97,7 +97,7 @@ def test_what_ignores_the_signal_is_killed_after_the_grace_period(tmp_path: Path
 def test_a_signal_to_all_processes_is_one_drain_with_the_checkpoint(
     number: signal.Signals, flags: tuple[object, ...], tmp_path: Path
 ) -> None:
-    """As Slurm, systemd and a container's init send it. The loaders' workers end; they are nobody's to keep."""
+    """As Slurm, systemd and a container's init send it. The loaders' workers end, and keepstep keeps none of them."""
     with running("run", "--nproc-per-node", 2, "--grace", 8, *flags, SCRIPT, tmp_path, "loads", MANY) as job:
         await_line(job, "trains")
         for process in (each for each in (job.process.pid, *descendants(job.process.pid))):

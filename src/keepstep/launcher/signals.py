@@ -34,7 +34,7 @@ class EndSignals:
         """Returns how the received signals end the program; None if there is none."""
         if self.stop.done():
             return ended_by(self.stop.result())
-        return drained_by(self.drain.result()) if self.drain.done() else None
+        return EndJob(EXIT_DRAINED, ended_by(self.drain.result()).reason) if self.drain.done() else None
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def end_signals(
         Disposition.FORWARD: others,
         Disposition.IGNORE: others,
     }
-    found = {number: handlers[answer] for number, answer in dispositions(program).items()}
+    found = {number: handlers[disposition] for number, disposition in dispositions(program).items()}
     found |= dict.fromkeys(drain_on, drains)
     with contextlib.ExitStack() as stack:
         if program is Program.CHILD:
@@ -128,8 +128,3 @@ def ended_by(number: int) -> EndJob:
         return EndJob(EXIT_FAILED, "ended by the process that started it")
     code = EXIT_DRAINED if number == signal.SIGTERM else 128 + number
     return EndJob(code, f"ended by {signal_name(number)}")
-
-
-def drained_by(number: int) -> EndJob:
-    """Returns how a job ends that a signal has drained."""
-    return EndJob(EXIT_DRAINED, ended_by(number).reason)

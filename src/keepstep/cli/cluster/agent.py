@@ -65,13 +65,7 @@ def serve_node(arguments: argparse.Namespace, endpoints: tuple[str, ...], *, may
     settings = agent_settings(arguments, place)
     weights = None if arguments.weights is None else hosted_weights(arguments, place, endpoints)
     options = NodeOptions(
-        settings,
-        endpoints,
-        credentials,
-        host_name,
-        arguments.controller_timeout,
-        grace_of(arguments),
-        weights,
+        settings, endpoints, credentials, host_name, arguments.controller_timeout, grace_of(arguments), weights
     )
     hosted = None
     if may_host and place.position == 0 and owns(endpoint):

@@ -33,8 +33,7 @@ def main(arguments: list[str]) -> int:
     """Runs ``keepstep weights serve`` or ``receive`` until a signal or an error, and returns the exit code."""
     parser, _commands = _parsers()
     chosen = parser.parse_args(arguments)
-    is_child = getattr(chosen, "parent", None) is not None
-    if is_child:
+    if getattr(chosen, "parent", None) is not None:
         end_with_parent(chosen.parent, END_AT_ONCE)
         leave_signals_to_parent()
     if chosen.metrics is not None:

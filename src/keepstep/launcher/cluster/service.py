@@ -27,7 +27,7 @@ from keepstep.launcher import control
 from keepstep.launcher.cluster.flags import split
 from keepstep.launcher.console import follow
 from keepstep.launcher.recording import Outputs, record_run
-from keepstep.launcher.signals import drained_by, end_signals, ended_by, stop_signal
+from keepstep.launcher.signals import end_signals, ended_by, stop_signal
 from keepstep.programs import Program
 from keepstep.protocol.controller import ControllerMachine, JournalEntry
 from keepstep.protocol.deadlines import LEASE_S
@@ -219,7 +219,7 @@ async def _serve(
             stores=stores,
         )
         if options.drained_by is not None:
-            controller.drain(drained_by(options.drained_by).reason)
+            controller.drain(ended_by(options.drained_by).reason)
         async with control.serve(options.run_dir, lambda: describe(machine.job, _places(machine.job))):
             try:
                 await _until_ended(controller, lease, options)

@@ -100,12 +100,12 @@ class SilenceWatch:
 
         That is the time when each fell silent, or when ranks were last ordered to stop, from which all count as late.
         """
-        now_s, controller = self._world.schedule.now_s, self._world.controller.machine
-        since_s, least_s = self._since_s[worker.process], self._world.layout.settings.deadlines.hang_after_s + BEFORE_S
+        now_s, since_s = self._world.schedule.now_s, self._since_s[worker.process]
+        lately_s = now_s - self._world.layout.settings.deadlines.hang_after_s - BEFORE_S
+        is_stopped = self._world.controller.machine.job.stage is not Stage.TRAINING
         for process, other_s in self._since_s.items():
             other = self._world.workers[process]
-            is_or_was = other.is_stuck or self._is_silent(other) if other.is_alive else other.died_s > now_s - least_s
-            is_stopped = controller.job.stage is not Stage.TRAINING
+            is_or_was = other.is_stuck or self._is_silent(other) if other.is_alive else other.died_s > lately_s
             is_near = abs(other_s - since_s) <= TOGETHER_S + BEFORE_S or other.tag == worker.tag
             if other is not worker and is_or_was and (is_near or is_stopped):
                 return True
