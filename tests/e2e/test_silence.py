@@ -70,7 +70,7 @@ def test_processes_that_are_all_stopped_for_a_while_go_on(tmp_path: Path) -> Non
             os.kill(pid, signal.SIGSTOP)
         (folder / "go on").touch()
         for _ in attempts(run_dir, 120.0):
-            if "so it is not replaced" in (status(run_dir)["standstill"] or ""):
+            if "and none is replaced" in (status(run_dir)["standstill"] or ""):
                 break
         else:
             raise AssertionError("of no rank was said that it is waited for")
@@ -81,4 +81,4 @@ def test_processes_that_are_all_stopped_for_a_while_go_on(tmp_path: Path) -> Non
     assert code == 0, err
     assert out.count("is through") == 2
     assert json.loads(report.read_text())["recoveries"] == []
-    assert "no other rank, snapshot or checkpoint has its state, so it is not replaced" in " ".join(err.split())
+    assert "ranks 0, 1 have fallen silent together" in " ".join(err.split())

@@ -345,7 +345,8 @@ class _Job:
         for life in itertools.count():
             end = await self._live(number, life)
             is_quick = end.lasted_s < QUICK_S
-            has_lasted, num_quick = has_lasted or not is_quick, num_quick + 1 if is_quick else 0
+            has_lasted = has_lasted or not (is_quick or end.is_hopeless)  # on a busy node a refusal may take long, too
+            num_quick = num_quick + 1 if is_quick else 0
             if await self._is_over(min(PAUSE_S * 2 ** max(0, num_quick - 1), MAX_PAUSE_S)):
                 return
             if not has_lasted and (end.is_hopeless or num_quick > MAX_QUICK_ENDS):
