@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from keepstep import eventloop
 from keepstep.dashboard.process import DEFAULT, serving
 from keepstep.launcher.signals import stop_signal
 from keepstep.trace.record.runfolder import newest_run
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     newest_run(chosen.run)
     with _shown(chosen.run, chosen.listen, "--listen"):
-        asyncio.run(_until_told_to_end())
+        eventloop.run(_until_told_to_end())
     return 0
 
 

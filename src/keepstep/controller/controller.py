@@ -199,6 +199,8 @@ class Controller:
         except OSError:
             self._confirm()  # raises if another controller serves the run, which would be the cause
             raise
+        if self._stores.error is not None:
+            self._recorder.give_up(self._stores.error)
         # The answers that end a wait in an old generation's rendezvous are sent before the order that ended it.
         self._answer(self._rendezvous.begin(self.job.generation))
         now_s = self._clock.now_s()

@@ -7,12 +7,10 @@ answers the request.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -26,7 +24,7 @@ from keepstep.protocol.messages import (
     StoreRequested,
 )
 from keepstep.protocol.recovery.transitions import Stage
-from keepstep.trace.targets import private
+from keepstep.trace.record.growing import GrowingFile
 from keepstep.transports.framing import frame, messages_in, not_ours
 
 PREFIX = "job_"
@@ -69,7 +67,7 @@ class JobStore:
         """Worker -> request number -> the answer, for requests that have changed the store."""
         self._path = path
         self._is_durable = is_durable
-        self._file: BinaryIO | None = None
+        self._file: GrowingFile | None = None
         self._unwritten: list[bytes] = []
         self._file_bytes = 0
         if path is not None:
@@ -232,31 +230,36 @@ class JobStore:
         self._waiting, self._waiting_for, self._answered = {}, {}, {}
         if self._file is not None:  # the open file: if another controller has taken over, it reads another one
             self._unwritten.clear()
-            self._file.seek(0)
-            self._file.truncate()
+            self._file.empty()
             self._file_bytes = 0
-            self._sync(self._file)
 
     # ---- the file ---------------------------------------------------------------------------------------------------
 
+    @property
+    def error(self) -> OSError | None:
+        """Why the file was given up; None if there is none, or it was not."""
+        return None if self._file is None else self._file.error
+
     def flush(self) -> None:
-        """Writes the changes to the file. Call it before sending any answer.
+        """Writes the changes to the file, unless it is given up. Call it before sending any answer.
 
         Raises:
-            OSError: the file cannot be written, or another controller has taken it over.
+            OSError: another controller has taken the file over.
         """
         if not self._unwritten or self._path is None:
             return
         assert self._file is not None
         data = b"".join(self._unwritten)
         self._unwritten.clear()
-        self._file.write(data)
+        self._file.append(data)
         self._file_bytes += len(data)
-        if self._file_bytes > COMPACT_BYTES + 2 * self._num_bytes:
-            self._check_own(self._file, self._path)
-            self._rewrite(self._path)
-        else:
-            self._sync(self._file)
+        if self._file_bytes > COMPACT_BYTES + 2 * self._num_bytes and self._file.error is None:
+            if not self._file.is_at(self._path):  # not noticed if this controller is stopped again right after this
+                raise OSError(f"{self._path} is not written any more: another controller has taken it over")
+            try:
+                self._rewrite(self._path)
+            except OSError as error:
+                self._file.give_up(error)
 
     def close(self) -> None:
         """Closes the file."""
@@ -273,15 +276,6 @@ class JobStore:
                 raise ConfigurationError(not_ours(path, f"it holds {type(message).__name__}, which changes no key"))
         self._rewrite(path)
 
-    @staticmethod
-    def _check_own(file: BinaryIO, path: Path) -> None:
-        """Raises OSError if a new controller has replaced the file, while this one was stopped.
-
-        It does not notice if this controller is stopped again right after the check, and another one takes over then.
-        """
-        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            raise OSError(f"{path} is not written any more: another controller has taken it over")
-
     def _rewrite(self, path: Path) -> None:
         """Replaces the file by one with the current content. A former controller still writes to the unlinked one."""
         messages: list[AnyMessage] = [
@@ -290,18 +284,17 @@ class JobStore:
         ]
         messages += [answer for worker, kept in self._answered.items() if worker >= 0 for answer in kept.values()]
         fresh = path.with_name(path.name + ".new")
-        self._unwritten.clear()
-        self.close()
-        self._file = os.fdopen(private(os.fspath(fresh), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
-        self._file_bytes = sum(self._file.write(frame(message)) for message in messages)
-        self._sync(self._file)
+        data = b"".join(frame(message) for message in messages)
+        file = GrowingFile(fresh, is_durable=self._is_durable, is_empty=True)
+        file.append(data)
+        if file.error is not None:
+            file.close()
+            raise file.error
         fresh.replace(path)
+        self.close()
+        self._unwritten.clear()
+        self._file, self._file_bytes = file, len(data)
         self._answered.pop(-1, None)
-
-    def _sync(self, file: BinaryIO) -> None:
-        file.flush()
-        if self._is_durable:
-            os.fdatasync(file.fileno())
 
 
 def _size(key: str, value: bytes) -> int:

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 
+from keepstep import eventloop
 from keepstep.errors import KeepstepError, PeerLost
 from keepstep.programs import begin, end_with_parent, leave, leave_signals_to_parent
 from keepstep.protocol.relay.bundle import NodeConnected, NodeSaid, PacketBundle
@@ -148,7 +149,7 @@ def main() -> None:
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
     try:
-        asyncio.run(serve(descriptor))
+        eventloop.run(serve(descriptor))
     except KeepstepError as error:
         print(f"keepstep relay: {error}", file=sys.stderr, flush=True)
         leave(1)

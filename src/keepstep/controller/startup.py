@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.protocol.messages import StoreAnswered, StoreRequested
 from keepstep.protocol.recovery import Stage
 from keepstep.protocol.recovery.scripts.startup import StartUp
+from keepstep.trace.record.growing import GrowingFile
 from keepstep.trace.targets import replacing
 from keepstep.transports.framing import frame, messages_in, not_ours
 
@@ -26,17 +26,14 @@ class StartUpRecord:
         Raises:
             ConfigurationError: the file is not one that this version writes. It stays as it is.
         """
-        self._is_durable = is_durable
-        self._file: int | None = None
-        """The file's descriptor, closed with this object; None without a file."""
+        self._file: GrowingFile | None = None
         if path is None:
             self._start_up = StartUp()
             return
         self._start_up = StartUp(_written(path))
         if path.exists():
             self._take_over(path)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        weakref.finalize(self, os.close, self._file)
+        self._file = GrowingFile(path, is_durable=is_durable)
 
     def _take_over(self, path: Path) -> None:
         """Replaces the file of a former controller by a copy.
@@ -53,7 +50,7 @@ class StartUpRecord:
         """Does the same as `StartUp.starts_over`, and also empties the file."""
         begins = self._start_up.starts_over(stage, generation)
         if begins and self._file is not None:
-            os.truncate(self._file, 0)
+            self._file.empty()
         return begins
 
     def settle(self, *, is_complete: bool) -> list[StoreAnswered]:
@@ -61,7 +58,7 @@ class StartUpRecord:
         return self._start_up.settle(is_complete=is_complete)
 
     def request(self, request: StoreRequested, generation: int) -> list[StoreAnswered]:
-        """Does the same as `StartUp.request`, and has written kept values to the file when it returns.
+        """Does the same as `StartUp.request`. When it returns, kept values are in the file, or that is given up.
 
         Raises:
             RemoteProtocolError: the request names no key, or several.
@@ -69,15 +66,18 @@ class StartUpRecord:
         answers = self._start_up.request(request, generation)
         for kept in self._start_up.take_unwritten():
             if self._file is not None:
-                self._append(self._file, frame(kept))
+                self._file.append(frame(kept))
         return answers
 
-    def _append(self, file: int, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(file, rest) :]
-        if self._is_durable:
-            os.fdatasync(file)
+    @property
+    def error(self) -> OSError | None:
+        """Why the file was given up; None if there is none, or it was not."""
+        return None if self._file is None else self._file.error
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 def _written(path: Path) -> Iterator[StoreRequested]:

@@ -43,7 +43,7 @@ class ControllerStores:
         """Writes all changes, and returns answers to waiting requests. Runs after every event, before answers are sent.
 
         Raises:
-            OSError: a file cannot be written.
+            OSError: another controller has taken a file over.
         """
         if self._start_up.starts_over(job.stage, job.generation):
             self._store.restart()
@@ -53,6 +53,12 @@ class ControllerStores:
         self._store.flush()
         return answers + self._start_up.settle(is_complete=job.membership is not None)  # known when all are ready
 
+    @property
+    def error(self) -> OSError | None:
+        """Why a file was given up, so that a restarted controller would lack something; None if none was."""
+        return self._start_up.error or self._store.error
+
     def close(self) -> None:
-        """Closes the file of the job's store."""
+        """Closes the files."""
+        self._start_up.close()
         self._store.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
+from keepstep import eventloop
 from keepstep.dashboard.app import Dashboard
 from keepstep.dashboard.settings import ServerSettings
 from keepstep.programs import begin, leave_signals_to_parent
@@ -72,7 +73,7 @@ def main() -> None:
     with contextlib.suppress(OSError):  # a container may forbid it; then the niceness remains
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # it never preempts the job
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerSettings)
-    asyncio.run(_serve(settings))
+    eventloop.run(_serve(settings))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from keepstep import eventloop
 from keepstep.config import TOKEN_VARIABLE, script_environment
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.flags import endpoint_of, split
@@ -244,7 +245,7 @@ def run_on_ray(job: RayJob, host: Callable[[], HostedController]) -> int:
     Raises:
         ConfigurationError: Ray did not place the nodes in time, or no agent can run on one of them.
     """
-    return asyncio.run(_run(job, host))
+    return eventloop.run(_run(job, host))
 
 
 async def _run(job: RayJob, host: Callable[[], HostedController]) -> int:

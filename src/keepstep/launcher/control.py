@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import struct
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -56,12 +57,16 @@ async def serve(
         mask = os.umask(0o177)
         try:
             server = await asyncio.start_unix_server(connected, path)
+            ours = os.stat(path).st_ino
+        except OSError as error:  # a full disk, or a file system without sockets
+            print(f"keepstep: nobody can ask for the status of this job: {error}", file=sys.stderr, flush=True)
+            yield
+            return
         finally:
             os.umask(mask)
-        ours = os.stat(path).st_ino
         async with server:
             yield
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             if os.stat(path).st_ino == ours:  # another controller may serve the run by now, with a socket of its own
                 os.unlink(path)
     finally:

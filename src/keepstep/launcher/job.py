@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from keepstep import eventloop
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.spawner import SpawnerProcess
@@ -89,7 +90,7 @@ def run_job(
     info = runfolder.new_run(options.agent.command, options.agent.place.node, options.recovery)
     try:
         return record_run(
-            run_dir, info, options.outputs, lambda recorder: asyncio.run(_run(options, companion, recorder, spawner))
+            run_dir, info, options.outputs, lambda recorder: eventloop.run(_run(options, companion, recorder, spawner))
         )
     finally:
         clear_up(options)

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,7 @@ def record_run(
     lived_through: list[JournalEntry] | None = None,
     *,
     is_durable: bool = False,
+    is_continuable: bool = False,
     is_displacing: bool = False,
 ) -> dict[str, Any]:
     """Runs a job, records it in its folder, and returns its report, with ``exit_code`` and ``reason``.
@@ -118,7 +119,7 @@ def record_run(
         run: runs the job to its end. It must write the journal to the given recorder.
         lived_through: journal entries of this run from an earlier process, which the folder holds; None: the run begins
             now.
-        is_durable: as for `Recorder`.
+        is_durable, is_continuable: as for `Recorder`.
         is_displacing: as for `keepstep.trace.record.runfolder.occupied`.
 
     Raises:
@@ -132,28 +133,37 @@ def record_run(
             runfolder.write(run_dir, info)
             if log is not None:
                 log.caught_up(lived_through)
-        with Recorder(run_dir, log.decided if log else None, is_durable=is_durable) as recorder:
+        listener = log.decided if log else None
+        with Recorder(run_dir, listener, is_durable=is_durable, is_continuable=is_continuable) as recorder:
             result = run(recorder)
         at_ns = info.clock().now_ns()
-        runfolder.end(run_dir, info, result["exit_code"], result["reason"], at_ns)
+        with _observing("the end of the run is not recorded"):
+            runfolder.end(run_dir, info, result["exit_code"], result["reason"], at_ns)
         if log is not None:
             log.ended(result["exit_code"], result["reason"], at_ns)
         if outputs.trace is not None:
             write_trace(run_dir, outputs.trace)
     if outputs.report is not None:
-        write_whole(outputs.report, as_json(result))
+        with _observing("no report was written"):
+            write_whole(outputs.report, as_json(result))
     return result
+
+
+@contextlib.contextmanager
+def _observing(what: str) -> Iterator[None]:
+    """Prints an error of the block and does not raise it: the job's result stays."""
+    try:
+        yield
+    except (OSError, KeepstepError) as error:
+        print(f"keepstep: {what}: {error}", file=sys.stderr, flush=True)
 
 
 def write_trace(run_dir: Path, target: Path) -> None:
     """Writes the trace of the run in a folder. It prints errors and does not raise them: the job's result stays."""
     from keepstep.trace import perfetto  # here, because most jobs do not need it
 
-    try:
-        with opened(run_dir) as run, replacing(target) as file:
-            perfetto.write_trace(run, file)
-    except (OSError, KeepstepError) as error:
-        print(f"keepstep: no trace was written: {error}", file=sys.stderr, flush=True)
+    with _observing("no trace was written"), opened(run_dir) as run, replacing(target) as file:
+        perfetto.write_trace(run, file)
 
 
 def _event_log(path: Path | None, info: runfolder.RunInfo) -> contextlib.AbstractContextManager[EventLog | None]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
+from keepstep import eventloop
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
 from keepstep.errors import ConfigurationError
@@ -62,7 +63,7 @@ def run_node(options: NodeOptions, hosted: HostedController | None = None) -> En
         PeerLost: the node could not reach a controller for too long.
     """
     with _only_one(options):
-        return asyncio.run(_run(options, hosted))
+        return eventloop.run(_run(options, hosted))
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from keepstep import eventloop
 from keepstep.controller import gc_freeze
 from keepstep.controller.controller import Controller
 from keepstep.controller.lease import RunLease
@@ -90,7 +91,7 @@ def run_controller(options: ControllerOptions) -> dict[str, Any]:
         LeaseLost: another controller serves the run, or may serve it.
     """
     with RunLease(options.run_dir, options.takeover_s) as lease:
-        if (stopped := asyncio.run(_await_turn(options, lease))) is not None:
+        if (stopped := eventloop.run(_await_turn(options, lease))) is not None:
             return {"exit_code": stopped.exit_code, "reason": f"{stopped.reason} while it waited"}
         if lease.taken_from is not None:
             print(f"keepstep: takes over from {lease.taken_from}", file=sys.stderr, flush=True)
@@ -187,9 +188,10 @@ def _record(
         options.run_dir,
         info,
         options.outputs,
-        lambda recorder: asyncio.run(_serve(options, recorder, info.clock(), lease, machine, entries is not None)),
+        lambda recorder: eventloop.run(_serve(options, recorder, info.clock(), lease, machine, entries is not None)),
         entries,
         is_durable=options.is_durable,
+        is_continuable=True,
         is_displacing=lease.taken_from is not None,
     )
 

@@ -15,7 +15,8 @@ import xxhash
 
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.controller import JournalEntry
-from keepstep.trace.targets import private, replacing
+from keepstep.trace.record.growing import GrowingFile, check_whole
+from keepstep.trace.targets import replacing
 
 
 class Journal:
@@ -28,19 +29,26 @@ class Journal:
             Otherwise they survive a crash of the process. That is enough if the controller is restarted on this
             machine only.
         """
-        self._file = os.fdopen(private(os.fspath(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
-        self._is_durable = is_durable
+        self._file = GrowingFile(path, is_durable=is_durable)
         _cut_torn_line(path)
         self._encoder = msgspec.json.Encoder()
 
+    @property
+    def error(self) -> OSError | None:
+        """Why the journal was given up; None if it was not."""
+        return self._file.error
+
+    def give_up(self, error: OSError) -> None:
+        """Writes nothing more, because of an error of another file without which no controller goes on."""
+        self._file.give_up(error)
+
     def write(self, entries: list[JournalEntry]) -> None:
-        """Appends entries. When it returns, the operating system has them, or the disk if the journal is durable."""
+        """Appends entries. When it returns, the operating system has them, or the disk if the journal is durable.
+
+        Or the journal is given up.
+        """
         if entries:
-            data = memoryview(b"".join(_sealed(self._encoder.encode(entry)) + b"\n" for entry in entries))
-            while data:
-                data = data[self._file.write(data) :]
-            if self._is_durable:
-                os.fdatasync(self._file.fileno())
+            self._file.append(b"".join(_sealed(self._encoder.encode(entry)) + b"\n" for entry in entries))
 
     def close(self) -> None:
         """Closes the file."""
@@ -62,8 +70,9 @@ def take_over(path: Path) -> list[JournalEntry]:
     more.
 
     Raises:
-        ConfigurationError: the file or a line cannot be read; the message names file and line.
+        ConfigurationError: it was given up, or the file or a line cannot be read; the message names file and line.
     """
+    check_whole(path)
     try:
         data = path.read_bytes()
         with replacing(path, is_private=True) as file:

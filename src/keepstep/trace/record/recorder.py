@@ -21,15 +21,25 @@ Listener = Callable[[list[JournalEntry]], None]
 class Recorder:
     """Writes the journal, the log of phases and the state of published weights.
 
-    Errors of the journal propagate to the caller. Errors of the other two are printed, and the job continues.
+    Where one of them cannot be written any more, it says so, and the job continues.
     """
 
-    def __init__(self, folder: Path, listener: Listener | None = None, *, is_durable: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        listener: Listener | None = None,
+        *,
+        is_durable: bool = False,
+        is_continuable: bool = False,
+    ) -> None:
         """Args:
         folder: the folder of the run.
         listener: called with entries that were written.
         is_durable: see `Journal`.
+        is_continuable: whether a restarted controller would go on from the journal.
         """
+        self._is_continuable = is_continuable
+        self._is_given_up = False
         self._listener = listener
         self._journal = Journal(folder / runfolder.JOURNAL, is_durable=is_durable)
         self._folder = folder
@@ -42,8 +52,10 @@ class Recorder:
             self._give_up_phases(error)
 
     def decided(self, entries: list[JournalEntry]) -> None:
-        """Writes entries to the journal. When it returns, they are written. Then it calls the listener."""
+        """Writes entries to the journal, if it can still be written. Then it calls the listener."""
         self._journal.write(entries)
+        if self._journal.error is not None:
+            self.give_up(self._journal.error)
         if self._phases is not None and any(isinstance(order, Stop) for e in entries for _, order, _ in e.orders):
             self._phases.mark()
         if self._listener is not None:
@@ -52,6 +64,18 @@ class Recorder:
             except Exception as error:  # no error of a listener may end the job
                 self._listener = None
                 print(f"keepstep: a listener failed and gets no more events: {error!r}", file=sys.stderr, flush=True)
+
+    def give_up(self, error: OSError) -> None:
+        """Ends the record of the run. No controller can go on from it."""
+        if not self._is_given_up:
+            self._is_given_up = True
+            self._journal.give_up(error)
+            what = "; the controller could not be started again" if self._is_continuable else ""
+            print(
+                f"keepstep: the run is no longer recorded, training continues{what}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def observed(self, phases: PhasesObserved) -> None:
         """Writes phase changes of a node's workers to the log.
