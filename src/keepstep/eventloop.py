@@ -62,6 +62,9 @@ def unblocked() -> Iterator[None]:
     """
     before = (sys.stdout, sys.stderr)
     streams = [UnblockedStream(stream) if _has_descriptor(stream) else stream for stream in before]
+    for stream, other in (streams, reversed(streams)):
+        if isinstance(stream, UnblockedStream):
+            stream.other = other
     sys.stdout, sys.stderr = streams
     try:
         yield
@@ -84,8 +87,12 @@ class UnblockedStream(io.TextIOBase):
     """A standard stream whose writes are handed to a thread. The thread may block, its writers do not."""
 
     def __init__(self, stream: TextIO) -> None:
+        self.other: TextIO | io.TextIOBase | None = None
+        """The stream that tells why this one is not written any more."""
         self._stream = stream
         self._descriptor = stream.fileno()
+        self._line = ""
+        """The last line, which is not complete yet."""
         self._changed = threading.Condition()
         self._unread: collections.deque[bytes] = collections.deque()
         self._unread_bytes = 0
@@ -123,21 +130,32 @@ class UnblockedStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Hands text to the thread. It is dropped if the reader has left, or has not read for long."""
-        data = text.encode(self.encoding, self.errors or "strict")
+        """Hands complete lines to the thread. They are dropped if the reader has left, or has not read for long."""
         with self._changed:
-            if self._is_gone or self._is_closing:
-                return len(text)
-            if self._unread_bytes + len(data) > MAX_UNREAD_BYTES:
-                self._num_dropped += max(1, text.count("\n"))
-            elif data:
-                self._unread.append(data)
-                self._unread_bytes += len(data)
-                self._changed.notify_all()
+            lines, newline, self._line = (self._line + text).rpartition("\n")
+            self._hand_over(lines + newline)
         return len(text)
+
+    def flush(self) -> None:
+        """Hands over the last line as well."""
+        with self._changed:
+            line, self._line = self._line, ""
+            self._hand_over(line)
+
+    def _hand_over(self, text: str) -> None:
+        data = text.encode(self.encoding, self.errors or "strict")
+        if not data or self._is_gone or self._is_closing:
+            return
+        if self._unread_bytes + len(data) > MAX_UNREAD_BYTES:
+            self._num_dropped += max(1, text.count("\n"))
+            return
+        self._unread.append(data)
+        self._unread_bytes += len(data)
+        self._changed.notify_all()
 
     def finish(self) -> None:
         """Waits until everything is written, unless the reader takes nothing for `UNREAD_S`."""
+        self.flush()
         with self._changed:
             self._is_closing, self._written_s = True, time.monotonic()
             self._changed.notify_all()
@@ -186,8 +204,8 @@ class UnblockedStream(io.TextIOBase):
             self._unread.clear()
             self._num_dropped = 0
             self._changed.notify_all()
-        other = sys.stderr if self is sys.stdout else sys.stdout
         text = f"keepstep: {self._stream.name} is not written any more, training continues: {error}\n"
-        with contextlib.suppress(OSError, ValueError):
-            other.write(text)
-            other.flush()
+        if self.other is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self.other.write(text)
+                self.other.flush()

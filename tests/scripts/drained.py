@@ -1,5 +1,6 @@
 """Trains slowly enough to be told to end: with a checkpoint of keepstep's, or with a handler of its own that saves."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,8 @@ for step, data in samples():
                 model.module.bias.add_(loss, alpha=0.0)
     if step.index == 10:
         print(f"rank {session.rank} trains", flush=True)
+        if way == "tells" and session.rank == 1:
+            print(f"rank 1 trains as {os.getpid()}", flush=True)
     if step.index % 200 == 199:
         print(f"rank {session.rank} goes on", flush=True)
 if told_to_end:

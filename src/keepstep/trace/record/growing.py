@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import weakref
 from pathlib import Path
 
 from keepstep.errors import ConfigurationError
@@ -33,7 +34,8 @@ class GrowingFile:
         """Why it was given up; None if it was not."""
         self._is_durable = is_durable
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_empty else 0)
-        self._file = os.fdopen(private(os.fspath(path), flags), "ab", buffering=0)
+        self._file = private(os.fspath(path), flags)
+        self._close = weakref.finalize(self, os.close, self._file)
 
     def append(self, data: bytes) -> None:
         """Appends. When it returns, the operating system has the data, or the disk; or the file is given up."""
@@ -42,9 +44,9 @@ class GrowingFile:
         left = memoryview(data)
         try:
             while left:
-                left = left[self._file.write(left) :]
+                left = left[os.write(self._file, left) :]
             if self._is_durable:
-                os.fdatasync(self._file.fileno())
+                os.fdatasync(self._file)
         except OSError as error:
             self.give_up(error)
 
@@ -52,9 +54,9 @@ class GrowingFile:
         """Removes the content, if the file is not given up."""
         if self.error is None:
             try:
-                os.ftruncate(self._file.fileno(), 0)
+                os.ftruncate(self._file, 0)
                 if self._is_durable:
-                    os.fdatasync(self._file.fileno())
+                    os.fdatasync(self._file)
             except OSError as error:
                 self.give_up(error)
 
@@ -63,15 +65,15 @@ class GrowingFile:
         if self.error is None:
             self.error = error
             with contextlib.suppress(OSError):  # a file system without permissions: the missing end is all there is
-                os.fchmod(self._file.fileno(), stat.S_IRUSR)
+                os.fchmod(self._file, stat.S_IRUSR)
 
     def is_at(self, path: Path) -> bool:
         """Whether a path leads to this file. Another controller may have replaced it."""
-        return path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat())
+        return path.exists() and os.path.samestat(os.fstat(self._file), path.stat())
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        self._close()
 
 
 def check_whole(path: Path) -> None:

@@ -71,11 +71,8 @@ class Recorder:
             self._is_given_up = True
             self._journal.give_up(error)
             what = "; the controller could not be started again" if self._is_continuable else ""
-            print(
-                f"keepstep: the run is no longer recorded, training continues{what}: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"the run is no longer recorded, training continues{what}: {error}"
+            print(f"keepstep: {text}", file=sys.stderr, flush=True)
 
     def observed(self, phases: PhasesObserved) -> None:
         """Writes phase changes of a node's workers to the log.
