@@ -146,7 +146,8 @@ class UnblockedStream(io.TextIOBase):
         data = text.encode(self.encoding, self.errors or "strict")
         if not data or self._is_gone or self._is_closing:
             return
-        if self._unread_bytes + len(data) > MAX_UNREAD_BYTES:
+        # Once a line is dropped, all are, until there is room for the line that says so.
+        if self._num_dropped or self._unread_bytes + len(data) > MAX_UNREAD_BYTES:
             self._num_dropped += max(1, text.count("\n"))
             return
         self._unread.append(data)

@@ -123,7 +123,20 @@ def test_a_console_that_nobody_reads_and_a_full_disk_are_no_end(
         with contextlib.suppress(BrokenPipeError):
             nobody_reads.close()
     assert (tmp_path / "worker_7" / "stdout.log").read_text() == "out 1\nout 2\n"
-    assert errors.getvalue() == ">err 1\n"
+    log = tmp_path / "worker_7" / "stderr.log"
+    lost = f"keepstep: {log} cannot be written, training continues: [Errno 28] No space left on device"
+    assert errors.getvalue().splitlines() == [lost, ">err 1"]
+
+
+def test_a_file_that_cannot_be_opened_keeps_no_worker_from_starting(tmp_path: Path, console: Console) -> None:
+    (tmp_path / "worker_7").touch()  # as if the disk were full: its folder cannot be created
+    settings = OutputSettings(log_dir=tmp_path, tee_stdout=ALL, redirect_stderr=ALL)
+    assert run(through(settings, BOTH)) == ["tee", "file"]
+    out, err = console.lines
+    assert out == [">out 1", ">out 2"]
+    assert [line.partition(" cannot be written, training continues: ")[0] for line in err] == [
+        f"keepstep: {tmp_path / 'worker_7' / name}.log" for name in ("stdout", "stderr")
+    ]
 
 
 def test_without_a_folder_nothing_is_kept(console: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 import sys
@@ -51,10 +52,8 @@ class WorkerOutput:
     def _open(self, name: str, mode: str, console: IO[str], worker: int) -> None:
         path = Path(os.devnull)
         if self._settings.log_dir is not None and mode != "nowhere":
-            folder = self._settings.log_dir / f"worker_{worker}"
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"{name}.log"
-        file = path.open("wb", buffering=0)
+            path = self._settings.log_dir / f"worker_{worker}" / f"{name}.log"
+        file = _emptied(path)
         if mode == "tee":
             read, write = os.pipe()
             self.descriptors.append(write)
@@ -76,6 +75,20 @@ class WorkerOutput:
         self._tees.clear()
 
 
+def _emptied(path: Path) -> IO[bytes]:
+    """Opens a file, or the null device: a full disk must not keep a replacement from starting."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("wb", buffering=0)
+    except OSError as error:
+        _tell_not_kept(path, error)
+        return Path(os.devnull).open("wb", buffering=0)
+
+
+def _tell_not_kept(path: str | Path, error: Exception) -> None:
+    print(f"keepstep: {path} cannot be written, training continues: {error}", file=sys.stderr, flush=True)
+
+
 class _Tee:
     """Copies a stream from its pipe to its file, and line by line to the console. Runs on the event loop."""
 
@@ -83,8 +96,8 @@ class _Tee:
         self._read, self._file, self._console, self._label = read, file, console, label
         self._rest = b""
         """The last line, which is not complete yet."""
-        self._lost: set[str] = set()
-        """Those of file and console that cannot be written to any more. The worker goes on without them."""
+        self._is_kept = True
+        """Whether the file could be written so far. The worker goes on without it."""
         os.set_blocking(read, False)
         asyncio.get_running_loop().add_reader(read, self._copy)
 
@@ -95,24 +108,25 @@ class _Tee:
             return
         if not data:
             asyncio.get_running_loop().remove_reader(self._read)
-        self._write("file", lambda: self._file.write(data))
+        self._keep(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) >= PIPE_BYTES:  # a progress bar may never end its line
             lines, self._rest = [*lines, self._rest], b""
         for line in lines:
             self._show(line)
 
-    def _show(self, line: bytes) -> None:
-        text = f"{self._label()}{line.decode(errors='replace')}"
-        self._write("console", lambda: print(text, file=self._console, flush=True))
+    def _keep(self, data: bytes) -> None:
+        left = memoryview(data)
+        try:
+            while left and self._is_kept:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._is_kept = False
+            _tell_not_kept(self._file.name, error)
 
-    def _write(self, where: str, write: Callable[[], object]) -> None:
-        """Writes, unless that has failed before: the console's reader has closed its pipe, or the disk is full."""
-        if where not in self._lost:
-            try:
-                write()
-            except (OSError, ValueError):
-                self._lost.add(where)
+    def _show(self, line: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError):  # its reader has left
+            print(f"{self._label()}{line.decode(errors='replace')}", file=self._console, flush=True)
 
     def close(self) -> None:
         self._copy()

@@ -410,7 +410,7 @@ class _Job:
                 continue
             number += 1
             for stream, data in ((sys.stdout, stdout), (sys.stderr, stderr)):
-                stream.buffer.write(data)
+                stream.write(data.decode(errors="replace"))
                 stream.flush()
             if code is not None:
                 return int(code)
