@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,9 +30,9 @@ eventloop.run(main())
 """
 
 
-def start(lines: int, then: str = "pass", **streams: object) -> subprocess.Popen[bytes]:
+def start(lines: int, then: str = "pass", **streams: Any) -> subprocess.Popen[bytes]:
     program = textwrap.dedent(PROGRAM).format(lines=lines, then=then)
-    return subprocess.Popen([sys.executable, "-c", program], **streams)  # type: ignore[call-overload, no-any-return]
+    return subprocess.Popen([sys.executable, "-c", program], **streams)
 
 
 def test_a_reader_that_stops_holds_no_event_loop_up() -> None:

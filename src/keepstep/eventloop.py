@@ -108,12 +108,12 @@ class UnblockedStream(io.TextIOBase):
     # ---- of a text stream -------------------------------------------------------------------------------------------
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]
+    def encoding(self) -> str:  # type: ignore[override]  # a plain attribute in typeshed
         """The encoding of the stream."""
         return self._stream.encoding
 
     @property
-    def errors(self) -> str | None:  # type: ignore[override]
+    def errors(self) -> str | None:  # type: ignore[override]  # as above
         """What happens to characters that the encoding lacks."""
         return self._stream.errors
 
