@@ -11,7 +11,6 @@ from tests.support.recorded import recorded_run
 
 from keepstep.cli.main import main
 from keepstep.drill.drill import Drill, run_drill
-from keepstep.drill.faults import default_faults
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.flags import job_options, make_parser
 from keepstep.trace.record import runfolder
@@ -107,7 +106,7 @@ def test_two_drills_do_not_share_a_folder(tmp_path: Path) -> None:
 
     (tmp_path / "reference").mkdir()
     with runfolder.occupied(tmp_path / "reference"), pytest.raises(ConfigurationError, match="another drill"):
-        run_drill(options, Drill(default_faults(1)), follow, tmp_path)
+        run_drill(options, Drill(), follow, tmp_path)
     assert (tmp_path / "reference").exists()
 
 

@@ -18,7 +18,8 @@ EXPLANATION = {
 
 def result(**changes: Any) -> dict[str, Any]:
     good = {"identical": True, "reference_digest": "abc", "digest": "abc", "exit_code": 0, "reason": "", "missed": []}
-    return good | {"faults": [], "files": [], "raised": [], "nan": [], "step_ms": 1.5, "explanation": None} | changes
+    good |= {"faults": [], "files": [], "raised": [], "disturbed": None, "nan": [], "step_ms": 1.5, "explanation": None}
+    return good | changes
 
 
 def printed(capsys: pytest.CaptureFixture[str], **changes: Any) -> list[str]:
@@ -57,12 +58,20 @@ def test_an_exception_that_nothing_has_raised_is_reported(capsys: pytest.Capture
     assert "lost by an exception that no fault has raised: step 3, rank 1: exit code 1: KeyError: ['x']" in lines
 
 
+def test_what_pauses_have_cost_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no pause has cost the job a rank." in printed(capsys, disturbed=[])
+    lines = printed(capsys, disturbed=["rank 1 lost: [x]"])
+    assert "a pause that is nobody's fault has cost a recovery: rank 1 lost: [x]" in lines
+    assert is_good(result(disturbed=[]))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"identical": False},
         {"missed": ["kill@step=9"]},
         {"raised": ["step 3, rank 1: KeyError: 'x'"]},
+        {"disturbed": ["rank 1 lost: no progress"]},
         {"files": [{"file": "a", "difference": "differs"}]},
     ],
     ids=str,
@@ -73,14 +82,15 @@ def test_only_a_whole_yes_is_good(changes: dict[str, Any]) -> None:
 
 
 def test_a_drill_without_faults_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    introduce(0, Deadlines(hang_after_s=1.5))
+    introduce(Drill([]), Deadlines(hang_after_s=1.5))
     assert "both times without failures" in " ".join(capsys.readouterr().err.split())
-    introduce(1, Deadlines(hang_after_s=1.5))
+    kill = Drill([DrillFault(number=0, kind="kill")])
+    introduce(kill, Deadlines(hang_after_s=1.5))
     told = " ".join(capsys.readouterr().err.split())
     assert "once with 1 fault injected" in told
     assert "after 1.5 s without progress, or 10 times its longest recent phase; under keepstep run after 60 s" in told
     assert Drill([]).second == "repeated"
-    assert Drill([DrillFault(number=0, kind="kill")]).second == "with-faults"
+    assert kill.second == Drill().second == "with-faults"
 
 
 def fault(rank: int, state_from: str | None, spare: str | None = "warm") -> dict[str, Any]:

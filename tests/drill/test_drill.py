@@ -1,6 +1,8 @@
 """Which recovery dealt with which fault."""
 
-from keepstep.drill.drill import own_exceptions, recovery_from
+from keepstep.drill.drill import _row, own_exceptions, recovery_from
+from keepstep.drill.faults import DrillFault
+from keepstep.protocol.messages import Cause
 from keepstep.protocol.recovery.records import Failure, RecoveryRecord
 
 
@@ -45,3 +47,11 @@ def test_an_exception_belongs_to_a_fault_or_to_the_script() -> None:
 
 def test_a_recovery_that_was_cut_short_hands_its_losses_on() -> None:
     assert len(own_exceptions([raised(2, 1, 10.0), raised(3, 1, 10.0)], [])) == 1
+
+
+def test_a_pause_has_caused_no_recovery_but_one_for_silence() -> None:
+    pause = DrillFault(number=0, kind="pause", during="forward", rank=1, seconds=2.0)
+    killed = record(2, 10.0, (1, 10.0))
+    hung = RecoveryRecord(3, Cause.HANG, "", 12.0, [Failure(1, Cause.HANG, "", 5, "forward", 10.2)])
+    assert _row(pause, 10.2, 1, [killed])["detect_ms"] is None
+    assert _row(pause, 10.2, 1, [killed, hung])["detect_ms"] == 1800.0

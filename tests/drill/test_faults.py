@@ -1,13 +1,14 @@
 """Faults as text, and the right to bring one about."""
 
 import threading
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from keepstep.drill import faults
-from keepstep.drill.faults import IN_A_STEP, KINDS, MOMENTS, DrillFault, claim, default_faults, fired_at, parse
+from keepstep.drill.faults import IN_A_STEP, KINDS, MOMENTS, DrillFault, claim, default_faults, fired_at, parse, weather
 from keepstep.errors import ConfigurationError
 
 GOOD = {
@@ -18,6 +19,12 @@ GOOD = {
     "raise@during=reset": DrillFault(number=0, kind="raise", during="reset", rank=1),
     "kill@phase=random,count=50,seed=3": DrillFault(number=0, kind="kill", phase="random", count=50, seed=3),
     "hang@phase=random,rank=2": DrillFault(number=0, kind="hang", phase="random", rank=2),
+    "pause@step=9,phase=forward,seconds=0.5": DrillFault(
+        number=0, kind="pause", step=9, phase="forward", rank=1, seconds=0.5
+    ),
+    "pause@during=forward,rank=0,seconds=20": DrillFault(
+        number=0, kind="pause", during="forward", rank=0, seconds=20.0
+    ),
     " segv@phase=random ; ": DrillFault(number=0, kind="segv", phase="random"),
     "raise@rank=2,phase=forward,step=0": DrillFault(number=0, kind="raise", step=0, phase="forward", rank=2),
 }
@@ -52,7 +59,7 @@ def test_several_have_numbers_of_their_own() -> None:
 
 @pytest.mark.parametrize(("kind", "phase"), [pair for pair in product(KINDS, IN_A_STEP) if pair[0] != "spare-kill"])
 def test_every_kind_in_every_phase_is_what_it_says(kind: str, phase: str) -> None:
-    (fault,) = parse(f"{kind}@step=4,phase={phase},rank=0", 2)
+    (fault,) = parse(f"{kind}@step=4,phase={phase},rank=0" + (",seconds=1.5" if kind == "pause" else ""), 2)
     assert (fault.kind, fault.phase) == (kind, phase)
     assert parse(str(fault), 2) == [fault]
 
@@ -67,13 +74,13 @@ def test_every_moment_of_a_recovery(moment: str) -> None:
 BAD = [
     ("", "--faults '' names no fault; for example kill@step=7,phase=backward,rank=1"),
     (" ; ", "--faults ' ; ' names no fault"),
-    ("burn@step=1", "fault 'burn@step=1': unknown kind 'burn'; allowed are kill, hang, segv, exit, raise, spare-kill"),
+    ("burn@step=1", "fault 'burn@step=1': unknown kind 'burn'; allowed are kill, hang, segv, exit, raise, pause"),
     ("step=1", "fault 'step=1': unknown kind 'step=1'; allowed are kill"),
     ("kill", "fault 'kill': step= and phase= are needed, or during="),
     ("kill@", "fault 'kill@': step= and phase= are needed, or during="),
     ("kill@step=3", "fault 'kill@step=3': step= and phase= are needed, or during="),
     ("kill@phase=synced", "fault 'kill@phase=synced': step= and phase= are needed, or during="),
-    ("kill@step", "fault 'kill@step': 'step' is not understood; allowed are step=, phase=, during=, rank=, count=, s"),
+    ("kill@step", "fault 'kill@step': 'step' is not understood; allowed are step=, phase=, during=, rank=, seconds="),
     ("kill@stop=3", "fault 'kill@stop=3': 'stop=3' is not understood; allowed are step=, phase="),
     ("kill@step=3, phase=synced", "fault 'kill@step=3, phase=synced': ' phase=synced' is not understood"),
     ("kill@step=x,phase=synced", "fault 'kill@step=x,phase=synced': step='x' is not a number of 0 or more"),
@@ -124,6 +131,19 @@ BAD = [
         "kill@during=stop,seed=4",
         "fault 'kill@during=stop,seed=4': during= stands in place of step= and phase=; rank= may follow; seed= would",
     ),
+    (
+        "pause@step=1,phase=synced",
+        "fault 'pause@step=1,phase=synced': step= and phase= are needed, or during=; rank= ma",
+    ),
+    (
+        "kill@step=1,phase=synced,seconds=1",
+        "fault 'kill@step=1,phase=synced,seconds=1': step= and phase= are needed, or",
+    ),
+    ("pause@during=forward,seconds=0", "fault 'pause@during=forward,seconds=0': seconds='0' is not a number above 0"),
+    (
+        "pause@during=forward,seconds=nan",
+        "fault 'pause@during=forward,seconds=nan': seconds='nan' is not a number above 0",
+    ),
     ("kill@step=1,phase=synced;burn", "fault 'burn': unknown kind 'burn'"),
 ]
 
@@ -136,21 +156,42 @@ def test_a_bad_specification_is_named_with_what_is_allowed(text: str, message: s
 
 
 def test_the_default_is_one_kill_in_every_phase() -> None:
-    found = default_faults(3, first_step=2, spacing=5)
+    found = default_faults(3, num_steps=45)
     assert [fault.phase for fault in found] == list(IN_A_STEP)
-    assert [fault.step for fault in found] == [2, 7, 12, 17, 22, 27]
+    assert [fault.step for fault in found] == [3, 11, 19, 27, 35, 43]
     assert [fault.rank for fault in found] == [1, 2, 0, 1, 2, 0]
     assert parse(";".join(map(str, found)), 3) == found
 
 
+@pytest.mark.parametrize("num_steps", [56, 60, 1000])
+def test_a_long_run_is_also_struck_late_with_a_slow_replacement(num_steps: int) -> None:
+    *early, late, slow = default_faults(3, num_steps)
+    assert early == default_faults(3, num_steps=45)
+    assert (late.kind, late.step, late.rank) == ("kill", num_steps - 5, 1)
+    assert (slow.kind, slow.during, slow.rank) == ("pause", "forward", 1)
+    assert parse(";".join(map(str, [*early, late, slow])), 3) == [*early, late, slow]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_weather_is_pauses_of_one_rank_below_its_deadline_and_of_most_of_them_beyond_it(world_size: int) -> None:
+    found = weather(world_size, 100, hang_after_s=2.0)
+    assert parse(";".join(map(str, found)), world_size) == found
+    assert max(fault.step or 0 for fault in found) == 95
+    together = Counter((fault.step, fault.phase, fault.seconds) for fault in found)
+    assert {num for (_step, _phase, seconds), num in together.items() if seconds == 0.5} == {1}
+    beyond = [num for (_step, _phase, seconds), num in together.items() if seconds == 6.0]
+    assert beyond == [world_size // 2 + 1, world_size, world_size]
+    assert not any(fault.loses_rank for fault in found)
+
+
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
-    plan = [*default_faults(2), *parse("hang@phase=random,count=3,seed=8;spare-kill@step=1", 2)]
+    plan = [*default_faults(2, 99), *parse("hang@phase=random,count=3,seed=8;spare-kill@step=1", 2)]
     faults.write_plan(tmp_path, plan)
     assert faults.read_plan(tmp_path) == plan
 
 
 def test_a_fault_is_claimed_once(tmp_path: Path) -> None:
-    first, second = default_faults(2)[:2]
+    first, second = default_faults(2, 99)[:2]
     assert fired_at(tmp_path, first) is None
     assert claim(tmp_path, first, 12.25)
     assert not claim(tmp_path, first, 99.0)
@@ -159,7 +200,7 @@ def test_a_fault_is_claimed_once(tmp_path: Path) -> None:
 
 
 def test_of_many_that_claim_at_once_one_wins(tmp_path: Path) -> None:
-    fault = default_faults(2)[0]
+    fault = default_faults(2, 99)[0]
     gate, won = threading.Barrier(8), []
 
     def compete(number: int) -> None:

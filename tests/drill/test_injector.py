@@ -229,3 +229,29 @@ def test_the_launcher_answers_when_a_spare_is_warm(tmp_path: Path) -> None:
 
     asyncio.run(whole())
     assert worker.page.num_waits == 1
+
+
+def test_each_replacement_is_slow_in_its_first_forward_after_the_fault_before_it(tmp_path: Path) -> None:
+    slow = parse("kill@step=9,phase=forward,rank=1; pause@during=forward,rank=0,seconds=0.01", 2)
+    worker = Worker(tmp_path, *slow)
+    fired: list[DrillFault] = []
+
+    def replaced() -> None:
+        worker.injector = WorkerInjector(worker, tmp_path, world_size=2)
+        worker.injector._fire = fired.append  # type: ignore[method-assign]  # it is only counted
+        worker.injector._is_start = lambda: False  # type: ignore[method-assign]  # in a later generation
+        for _step in range(2):
+            worker.step()
+
+    replaced()
+    assert not fired  # the kill has not come about
+    claim(tmp_path, slow[0], 1.0)
+    replaced()
+    replaced()
+    assert fired == [slow[1], slow[1]]
+
+
+def test_a_pause_needs_no_spare(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, *parse("pause@step=3,phase=forward,rank=0,seconds=0.01", 2))
+    assert serving(tmp_path, lambda: True, lambda: [worker.step() for _step in range(5)]) == [0] * 5
+    assert (tmp_path / "fired-0").exists()

@@ -12,7 +12,7 @@ from keepstep.cli.dashboard import showing
 from keepstep.dashboard.report import html_report
 from keepstep.drill import display
 from keepstep.drill.drill import Drill, is_good, run_drill
-from keepstep.drill.faults import default_faults, parse
+from keepstep.drill.faults import parse
 from keepstep.drill.workdir import check_patterns
 from keepstep.launcher.flags import job_options, make_parser, parse_flags
 from keepstep.launcher.recording import make_folder
@@ -32,12 +32,12 @@ def main(arguments: list[str]) -> int:
     # Each of the two runs gets its own folder below the drill's later on.
     options = job_options(chosen, Path(tempfile.gettempdir()))
     world_size = options.recovery.world_size
-    faults = parse(chosen.faults, world_size) if chosen.faults is not None else default_faults(world_size)
-    drill = Drill(faults, check_patterns(chosen.compare), awaits_spares=not chosen.strike_cold)
+    faults = parse(chosen.faults, world_size) if chosen.faults is not None else None
+    drill = Drill(faults, chosen.weather, patterns=check_patterns(chosen.compare), awaits_spares=not chosen.strike_cold)
     json = check_target("--json", Path(chosen.json)) if chosen.json else None
     html = check_target("--html", Path(chosen.html)) if chosen.html else None
     with _folder(chosen.run_dir) as folder, showing(folder, chosen.dashboard):
-        display.introduce(len(faults), options.recovery.deadlines)
+        display.introduce(drill, options.recovery.deadlines)
         result = run_drill(options, drill, display.follow, folder)
         display.show(result)
         if json is not None:
@@ -53,10 +53,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.description = "Runs a job without and with failures and compares all protected state, bit for bit."
     parser.set_defaults(hang_after=HANG_AFTER)
     own = parser.add_argument_group("drill")
-    own.add_argument(
+    strikes = own.add_mutually_exclusive_group()
+    strikes.add_argument(
         "--faults",
         help="what fails, such as 'kill@step=7,phase=backward,rank=1; hang@...', or "
-        "none (default: one kill in each phase)",
+        "none (default: one kill in each phase, and a late one whose replacement is slow)",
+    )
+    strikes.add_argument(
+        "--weather",
+        action="store_true",
+        help="pauses of one rank, several and all of them instead of faults: none may cost the job a rank",
     )
     own.add_argument(
         "--strike-cold",

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from keepstep.drill.drill import Drill
 from keepstep.launcher.console import follow as follow_job
 from keepstep.launcher.job import Job
 from keepstep.protocol.deadlines import DEADLINES, Deadlines
@@ -19,11 +20,15 @@ from keepstep.trace.timeline.describe import PARTS
 TABLE_COLUMNS = 116
 
 
-def introduce(num_faults: int, deadlines: Deadlines) -> None:
+def introduce(drill: Drill, deadlines: Deadlines) -> None:
     """Prints what the drill is going to do, and after which time it takes a silent rank for a hanging one."""
     how = "both times without failures"
-    if num_faults:
-        faults = f"{num_faults} fault{'s' if num_faults != 1 else ''}"
+    if drill.is_weather:
+        how = "once undisturbed and once with pauses that may cost it no rank"
+    elif drill.faults is None:
+        how = "once without failures and once with a fault in every phase of a step injected into its processes"
+    elif drill.faults:
+        faults = f"{len(drill.faults)} fault{'s' if len(drill.faults) != 1 else ''}"
         how = f"once without failures and once with {faults} injected into its processes"
     Console(stderr=True).print(
         f"keepstep drill: the job runs twice, {how}. Then every bit of the trained state is compared.\n"
@@ -52,6 +57,11 @@ def show(result: dict[str, Any]) -> None:
         console.print(f"[red]never happened:[/red] {fault} (are there enough steps?)")
     for loss in result["raised"]:
         console.print("[red]lost by an exception that no fault has raised:[/red]", end=" ")
+        console.print(loss, markup=False, highlight=False)
+    if result["disturbed"] == []:
+        console.print("no pause has cost the job a rank.")
+    for loss in result["disturbed"] or ():
+        console.print("[red]a pause that is nobody's fault has cost a recovery:[/red]", end=" ")
         console.print(loss, markup=False, highlight=False)
     if result["exit_code"] != 0:
         console.print(f"[red]the second run ended with exit code {result['exit_code']}:[/red] {result['reason']}")

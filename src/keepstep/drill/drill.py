@@ -13,7 +13,7 @@ from typing import Any
 
 from keepstep.agent.settings import AgentSettings
 from keepstep.drill.explanation import RecordedRun, explain, unrecorded
-from keepstep.drill.faults import DrillFault, fired_at, write_plan
+from keepstep.drill.faults import DrillFault, default_faults, fired_at, weather, write_plan
 from keepstep.drill.files import compare_files
 from keepstep.drill.outside_injector import OutsideInjector
 from keepstep.drill.records import HOLDS_NAN, STATE_DICTS, States, read_states
@@ -44,8 +44,11 @@ class DrillFailed(KeepstepError):
 class Drill:
     """The settings of a drill, besides those of the job."""
 
-    faults: list[DrillFault]
-    """Faults of the second run; may be empty."""
+    faults: list[DrillFault] | None = None
+    """Faults of the second run; may be empty. None: they are chosen by the length of the first run: `weather`, or
+    `default_faults`."""
+    is_weather: bool = False
+    """Whether the faults are pauses of which none may cost the job a rank."""
     patterns: tuple[str, ...] = ()
     """Patterns of the files to compare. If there are any, each run has its own working directory."""
 
@@ -55,7 +58,16 @@ class Drill:
     @property
     def second(self) -> str:
         """Folder name of the second run."""
-        return STRUCK if self.faults else REPEATED
+        return STRUCK if self.faults is None or self.faults else REPEATED
+
+    def chosen(self, options: JobOptions, num_steps: int) -> list[DrillFault]:
+        """Returns the faults for a job whose first run has completed this many steps."""
+        if self.faults is not None:
+            return self.faults
+        recovery = options.recovery
+        if self.is_weather:
+            return weather(recovery.world_size, num_steps, recovery.deadlines.hang_after_s)
+        return default_faults(recovery.world_size, num_steps)
 
 
 @dataclasses.dataclass
@@ -127,6 +139,8 @@ def run_drill(options: JobOptions, drill: Drill, on_progress: OnProgress, folder
         raise DrillFailed(f"the run without failures did not reach its end: {first.report['reason']}")
     if not first.report["digests"]:
         raise DrillFailed(f"the run without failures has no last state to compare: {first.report['reason']}")
+    num_steps = max((max(steps) for steps in first.states.values() if steps), default=0)
+    drill = dataclasses.replace(drill, faults=drill.chosen(options, num_steps))
     second = _run(options, folder / drill.second, drill, on_progress)
     first_saved, second_saved = (folder / name / STATE_DICTS for name in (REFERENCE, drill.second))
     saved = compare_files(first_saved, second_saved, ("*",))
@@ -135,21 +149,22 @@ def run_drill(options: JobOptions, drill: Drill, on_progress: OnProgress, folder
         shutil.rmtree(first_saved)
         shutil.rmtree(second_saved)
     files = compare_files(folder / REFERENCE / WORKING_DIR, folder / drill.second / WORKING_DIR, drill.patterns)
-    return _compare(first, second, drill.faults, folder / drill.second, difference) | {
+    return _compare(first, second, drill, folder / drill.second, difference) | {
         "files": [dataclasses.asdict(file) for file in files]
     }
 
 
 def _run(options: JobOptions, directory: Path, drill: Drill, on_progress: OnProgress) -> DrillRun:
     directory.mkdir()
-    write_plan(directory, drill.faults)
+    faults = drill.faults or []
+    write_plan(directory, faults)
     agent = dataclasses.replace(
         options.agent, run_dir=directory, digest=True, observer=OBSERVER, checkpoint_root=str(directory)
     )
     if drill.patterns:
         agent = _in_its_own_place(agent, directory / WORKING_DIR, drill.patterns)
     seen: list[Job] = []
-    injector = OutsideInjector(drill.faults, awaits_spares=drill.awaits_spares)
+    injector = OutsideInjector(faults, awaits_spares=drill.awaits_spares)
     title = TITLES[directory.name]
 
     async def accompany(job: Job) -> None:
@@ -176,8 +191,9 @@ def _in_its_own_place(agent: AgentSettings, working_dir: Path, patterns: tuple[s
 
 
 def _compare(
-    first: DrillRun, second: DrillRun, faults: list[DrillFault], directory: Path, difference: str | None
+    first: DrillRun, second: DrillRun, drill: Drill, directory: Path, difference: str | None
 ) -> dict[str, Any]:
+    faults = drill.faults or []
     outside = second.injector.fired
     rows = [_row(fault, at_s, rank, second.records) for fault, at_s, rank in outside]
     missed = []
@@ -210,6 +226,7 @@ def _compare(
         "faults": rows,
         "missed": missed,
         "raised": own_exceptions(second.records, rows),
+        "disturbed": [record.detail for record in second.records] if drill.is_weather else None,
         "nan": first.nan,
         "step_ms": first.step_ms,
         "recoveries": second.report["recoveries"],
@@ -217,10 +234,11 @@ def _compare(
 
 
 def is_good(result: dict[str, Any]) -> bool:
-    """Whether a drill has passed: weights and files are identical, every fault was injected, and no rank was lost by an
-    exception of the script."""
+    """Whether a drill has passed: weights and files are identical, every fault was injected, no rank was lost by an
+    exception of the script, and none by a pause that may not cost one."""
     files_are_equal = all(file["difference"] is None for file in result["files"])
-    return result["identical"] and not result["missed"] and not result["raised"] and files_are_equal
+    unexpected = result["missed"] or result["raised"] or result["disturbed"]
+    return result["identical"] and not unexpected and files_are_equal
 
 
 def own_exceptions(records: Sequence[RecoveryRecord], rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -271,9 +289,11 @@ def recovery_from(at_s: float, rank: int | None, records: Sequence[RecoveryRecor
 def _row(fault: DrillFault, at_s: float, rank: int | None, records: list[RecoveryRecord]) -> dict[str, Any]:
     """Returns a fault's row of the result. If a further failure superseded its recovery, the row has the end of the
     later recovery."""
+    if fault.kind == "pause":  # it may follow a kill of the same rank, whose recovery is not its own
+        records = [record for record in records if any(failure.cause is Cause.HANG for failure in record.failures)]
     record = recovery_from(at_s, rank, records)
     row: dict[str, Any] = {
-        "fault": fault.kind,
+        "fault": fault.kind if fault.seconds is None else f"{fault.kind} {fault.seconds:g} s",
         "specification": str(fault),
         "at_s": at_s,
         "phase": fault.phase or (f"during {fault.during}" if fault.during else None),

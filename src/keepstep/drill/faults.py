@@ -5,6 +5,8 @@
     kill@step=7,phase=backward,rank=1        SIGKILL to rank 1 in the backward of step 7
     hang@step=9,phase=synced                 SIGSTOP; the rank is chosen if none is named
     kill@during=restore,rank=0               ... while the recovery of another fault restores state
+    pause@step=9,phase=forward,seconds=2     its training thread does nothing for two seconds
+    pause@during=forward,rank=0,seconds=2    each replacement of rank 0 is slow in the first forward of its process
     kill@phase=random,count=50,seed=3        fifty, at random instants, one after the other
     spare-kill@step=5                        kills a warm spare
 
@@ -13,17 +15,18 @@ Several faults are separated by ``;``. ``none`` means no fault at all.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
 
 from keepstep.errors import ConfigurationError
 
-KINDS = ("kill", "hang", "segv", "exit", "raise", "spare-kill")
+KINDS = ("kill", "hang", "segv", "exit", "raise", "pause", "spare-kill")
 IN_A_STEP = ("forward", "backward", "synced", "barrier", "optimizer", "updated")
 PHASES = (*IN_A_STEP, "random")
-MOMENTS = ("stop", "reset", "restore")
-KEYS = ("step", "phase", "during", "rank", "count", "seed")
+MOMENTS = ("stop", "reset", "restore", "forward")
+KEYS = ("step", "phase", "during", "rank", "seconds", "count", "seed")
 PLAN_FILE = "faults.json"
 SPARES_SOCKET = "spares.sock"
 """Socket in a run's folder. A rank connects to it before a step with a fault, and gets an answer when a spare is warm
@@ -31,6 +34,15 @@ or when none will come."""
 HOLD_FILE = "hold"
 """File in a run's folder. While it exists, no rank begins another step before a spare is warm, because a fault from
 outside is due."""
+FIRST_STEP, SPACING = 3, 8
+"""Step of the first default fault, and how many steps later the next one comes."""
+LATE_STEPS = 5
+"""How many steps before the end of the run the last default fault comes."""
+SLOW_START_S = 2.0
+"""How long a replacement takes for its first batch by default: twice the time after which a drill suspects a rank."""
+WEATHER_SPACING = 4
+LONGEST_PAUSE_S = 86_400.0
+_DECIMAL = re.compile(r"\d+(\.\d+)?")
 NONE = "none"
 """The specification without any fault: the drill runs the job twice without failures."""
 
@@ -44,17 +56,29 @@ class DrillFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     phase: str | None = None
     during: str | None = None
     rank: int | None = None
+    seconds: float | None = None
     count: int = 1
     seed: int = 0
 
     def __str__(self) -> str:
-        parts = [f"{key}={getattr(self, key)}" for key in ("step", "phase", "during", "rank")]
-        return f"{self.kind}@" + ",".join(part for part in parts if not part.endswith("=None"))
+        values = {key: getattr(self, key) for key in ("step", "phase", "during", "rank", "seconds")}
+        shown = {key: f"{value:g}" if key == "seconds" else value for key, value in values.items() if value is not None}
+        return f"{self.kind}@" + ",".join(f"{key}={value}" for key, value in shown.items())
 
     @property
     def in_worker(self) -> bool:
         """Whether the rank injects the fault itself, at an exact place; otherwise the launcher does."""
         return self.kind != "spare-kill" and self.phase != "random"
+
+    @property
+    def loses_rank(self) -> bool:
+        """Whether it costs the job a rank, so that it needs a spare."""
+        return self.kind not in ("pause", "spare-kill")
+
+    @property
+    def strikes_each_replacement(self) -> bool:
+        """Whether it strikes every process that takes the rank. All others strike once."""
+        return self.kind == "pause" and self.during == "forward"
 
 
 def parse(text: str, world_size: int) -> list[DrillFault]:
@@ -79,12 +103,52 @@ def parse(text: str, world_size: int) -> list[DrillFault]:
     return faults
 
 
-def default_faults(world_size: int, first_step: int = 3, spacing: int = 8) -> list[DrillFault]:
-    """Returns one kill in every phase of a step, assigned to the ranks in turn."""
-    return [
-        DrillFault(number=n, kind="kill", step=first_step + n * spacing, phase=phase, rank=(n + 1) % world_size)
+def default_faults(world_size: int, num_steps: int) -> list[DrillFault]:
+    """Returns one kill in every phase of a step, for the ranks in turn, and a late one if the run is long enough.
+
+    When the late one comes, all ranks have long been warm, and the replacement takes its time for its first batch.
+
+    Args:
+        world_size: number of ranks.
+        num_steps: number of steps of the run without failures.
+    """
+    found = [
+        DrillFault(number=n, kind="kill", step=FIRST_STEP + n * SPACING, phase=phase, rank=(n + 1) % world_size)
         for n, phase in enumerate(IN_A_STEP)
     ]
+    late = num_steps - LATE_STEPS
+    if late >= FIRST_STEP + len(found) * SPACING:
+        rank = (len(found) + 1) % world_size
+        found.append(DrillFault(number=len(found), kind="kill", step=late, phase="forward", rank=rank))
+        slow = DrillFault(number=len(found), kind="pause", during="forward", rank=rank, seconds=SLOW_START_S)
+        found.append(slow)
+    return found
+
+
+def weather(world_size: int, num_steps: int, hang_after_s: float) -> list[DrillFault]:
+    """Returns pauses that are nobody's fault, so that a job must not lose a rank by any of them.
+
+    First a rank pauses for a quarter of the time after which it would be suspected, in every phase. Then several pause for
+    three times that time, as if their storage did not answer, and then all, early and late.
+
+    Args:
+        world_size: number of ranks.
+        num_steps: number of steps of the run without failures.
+        hang_after_s: ``--hang-after``.
+    """
+    phases = [phase for phase in IN_A_STEP if phase != "barrier"]
+    places = [(phase, [n % world_size], hang_after_s / 4) for n, phase in enumerate(phases)]
+    together = [list(range(world_size // 2 + 1)), list(range(world_size)), list(range(world_size))]
+    for ranks, phase in zip(together, ("backward", "forward", "updated"), strict=True):
+        places.append((phase, ranks, 3 * hang_after_s))
+    steps = [FIRST_STEP + n * WEATHER_SPACING for n in range(len(places))]
+    steps[-1] = max(steps[-1], num_steps - LATE_STEPS)
+    found: list[DrillFault] = []
+    for step, (phase, ranks, seconds) in zip(steps, places, strict=True):
+        for rank in ranks:
+            pause = DrillFault(number=len(found), kind="pause", step=step, phase=phase, rank=rank, seconds=seconds)
+            found.append(pause)
+    return found
 
 
 def _parse_one(text: str, number: int, world_size: int) -> DrillFault:
@@ -94,7 +158,10 @@ def _parse_one(text: str, number: int, world_size: int) -> DrillFault:
     values = _values(text, rest)
     _check_choice(text, values, "phase", PHASES)
     _check_choice(text, values, "during", MOMENTS)
-    numbers = {key: _number(text, key, value) for key, value in values.items() if key not in ("phase", "during")}
+    seconds = _seconds(text, values)
+    numbers = {
+        key: _number(text, key, value) for key, value in values.items() if key not in ("phase", "during", "seconds")
+    }
     _check_whole(text, kind, values, numbers)
     if numbers.get("rank", 0) >= world_size:
         raise ConfigurationError(
@@ -108,6 +175,7 @@ def _parse_one(text: str, number: int, world_size: int) -> DrillFault:
         phase=values.get("phase"),
         during=values.get("during"),
         rank=numbers.get("rank", None if chosen_late else (number + 1) % world_size),
+        seconds=seconds,
         count=numbers.get("count", 1),
         seed=numbers.get("seed", 0),
     )
@@ -138,6 +206,17 @@ def _number(text: str, key: str, value: str) -> int:
     return int(value)
 
 
+def _seconds(text: str, values: dict[str, str]) -> float | None:
+    if "seconds" not in values:
+        return None
+    value = float(values["seconds"]) if _DECIMAL.fullmatch(values["seconds"]) else 0.0
+    if not 0.0 < value <= LONGEST_PAUSE_S:
+        raise ConfigurationError(
+            f"fault {text!r}: seconds={values['seconds']!r} is not a number above 0 and up to {LONGEST_PAUSE_S:g}"
+        )
+    return value
+
+
 def _check_whole(text: str, kind: str, values: dict[str, str], numbers: dict[str, int]) -> None:
     """Checks that the keys fit the fault: none is missing, and none would be ignored."""
     needed, rule = {"step", "phase"}, "step= and phase= are needed, or during=; rank= may follow"
@@ -151,6 +230,9 @@ def _check_whole(text: str, kind: str, values: dict[str, str], numbers: dict[str
     elif "during" in values:
         needed, rule = {"during"}, "during= stands in place of step= and phase=; rank= may follow"
         allowed = needed | {"rank"}
+    if kind == "pause":
+        needed, allowed = needed | {"seconds"}, allowed | {"seconds"}
+        rule = f"{rule}; a pause needs seconds="
     if surplus := [f"{key}=" for key in values if key not in allowed]:
         raise ConfigurationError(f"fault {text!r}: {rule}; {', '.join(surplus)} would be ignored")
     if needed - values.keys():

@@ -29,7 +29,7 @@ class OutsideInjector:
 
     def __init__(self, faults: list[DrillFault], *, awaits_spares: bool) -> None:
         self._faults = [fault for fault in faults if not fault.in_worker]
-        by_step = Counter(fault.step for fault in faults if fault.in_worker)
+        by_step = Counter(fault.step for fault in faults if fault.in_worker and fault.loses_rank)
         self._num_at_once = max(by_step.values(), default=1)
         self._awaits_spares = awaits_spares
         self._is_over = False

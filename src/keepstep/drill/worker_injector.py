@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -71,7 +72,10 @@ class WorkerInjector:
         self._coordination = coordination
         self._run_dir = run_dir
         self._world_size = world_size
-        self._faults = [fault for fault in read_plan(run_dir) if fault.in_worker]
+        self._plan = read_plan(run_dir)
+        self._faults = [fault for fault in self._plan if fault.in_worker]
+        self._has_begun = False
+        """Whether this process has begun a step."""
         self._completes = False
         """Whether the rank's last phase was the update, so that `Phase.UPDATED` is the end of a step."""
         self._meetings = {fault.number: self._open_meeting(fault) for fault in self._faults if fault.phase == "barrier"}
@@ -95,7 +99,8 @@ class WorkerInjector:
             self._await_spare_before(0)
         for fault in self._faults:
             if fault.during is not None:
-                if rank == fault.rank and _is_moment(fault.during, moment) and not self._is_start():
+                is_hit = rank == fault.rank and self._is_moment(fault.during, moment) and not self._is_start()
+                if is_hit and self._is_turn_of(fault):
                     self._fire(fault)
             elif fault.phase == "barrier":
                 self._stage_barrier(fault, moment, rank, step)
@@ -104,6 +109,7 @@ class WorkerInjector:
 
         if moment == Phase.UPDATED and self._completes:
             self._await_spare_before(step + 1)
+        self._has_begun = self._has_begun or moment == Phase.FORWARD
         if moment in list(Phase):
             self._completes = moment == Phase.OPTIMIZER
 
@@ -112,13 +118,26 @@ class WorkerInjector:
 
         In the first step after a recovery no spare has been started yet, so a fault in it finds none.
         """
-        is_due = any(fault.step == step and not is_fired(self._run_dir, fault) for fault in self._faults)
+        is_due = any(
+            fault.step == step and fault.loses_rank and not is_fired(self._run_dir, fault) for fault in self._faults
+        )
         if is_due or (self._run_dir / HOLD_FILE).exists():
             await_spare(self._coordination, self._run_dir)
 
     def _is_start(self) -> bool:
         """Whether this is the first generation. It connects and restores, too, but is not a recovery."""
         return self._coordination.machine.target_generation <= 1
+
+    def _is_turn_of(self, fault: DrillFault) -> bool:
+        """Whether the fault has come about in whose recovery this one is to strike: the one before it in the list."""
+        earlier = [each for each in self._plan if each.number < fault.number and each.during is None]
+        return not earlier or is_fired(self._run_dir, earlier[-1])
+
+    def _is_moment(self, during: str, moment: str) -> bool:
+        if during == "forward":  # of a replacement; its peers are not slow, they have had their first batch
+            return moment == Phase.FORWARD and not self._has_begun
+        # A restore fault should hit halfway: after the rank's first bucket, or at the start if it transfers none.
+        return moment == during or (during == "restore" and moment == "bucket")
 
     def _stage_barrier(self, fault: DrillFault, moment: str, rank: int | None, step: int) -> None:
         """Injects a fault into the barrier: the rank fails when one other rank has left it and the rest have not."""
@@ -138,9 +157,13 @@ class WorkerInjector:
             self._coordination.wait_until_interrupted(HOLD_S)
 
     def _fire(self, fault: DrillFault) -> None:
-        if not claim(self._run_dir, fault, time.monotonic()):
+        is_again = not claim(self._run_dir, fault, time.monotonic())
+        if is_again and not fault.strikes_each_replacement:
             return
         match fault.kind:
+            case "pause":
+                assert fault.seconds is not None
+                threading.Event().wait(fault.seconds)
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
@@ -171,8 +194,3 @@ def await_spare(coordination: Observed, run_dir: Path) -> None:
             if not coordination.machine.interrupted:
                 print(f"keepstep drill: no spare is warm after {SPARE_S:g} s: the fault comes without", file=sys.stderr)
     coordination.page.set_waiting(False)
-
-
-def _is_moment(during: str, moment: str) -> bool:
-    # A restore fault should hit halfway: after the rank's first bucket, or at the start if it transfers none.
-    return moment == during or (during == "restore" and moment == "bucket")
