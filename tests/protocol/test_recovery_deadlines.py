@@ -7,8 +7,8 @@ from tests.protocol.simulated_worker import SimulatedWorker
 from keepstep.protocol.messages import (
     Cause,
     FenceWorker,
-    RescueGoesOn,
     SafePointReached,
+    StateMoves,
     StateRecovered,
     StateRescued,
     WorkerDone,
@@ -314,8 +314,24 @@ def test_a_rescue_has_a_new_time_whenever_state_was_written() -> None:
     job.settle()
     for _ in range(3):
         job.now_s += 0.9 * DEADLINES["end_s"]
-        job.say(RescueGoesOn(survivor.number))
+        job.say(StateMoves(survivor.number))
         assert job.machine.next_deadline() == pytest.approx(job.now_s + DEADLINES["end_s"])
     job.release()
     job.settle()
     assert "rescued-0-at-3.pt" in ended(job)[1]
+
+
+def test_a_recovery_has_a_new_time_whenever_state_was_moved() -> None:
+    job = with_deadlines(world_size=3).bring_all(3, Phase.BACKWARD)
+    for worker in job.workers.values():
+        job.withhold(worker, StateRecovered)
+    job.kill(job.holder(1))
+    job.settle()
+    assert job.machine.stage is Stage.RECOVERING
+    for _ in range(3):
+        job.now_s += 0.9 * DEADLINES["recover_s"]
+        job.say(StateMoves(job.holder(0).number))
+        assert job.machine.next_deadline() == pytest.approx(job.now_s + DEADLINES["recover_s"])
+    assert job.where == (Stage.RECOVERING, 2)
+    job.release()
+    job.finish_well()

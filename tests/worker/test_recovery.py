@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.worker.single import NUM_STEPS, Training
 
 from keepstep.protocol.messages import SafePointReached, StateRescued
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
+from keepstep.worker import recovery
 
 AT = 3
 
@@ -70,3 +72,25 @@ def test_a_rank_of_a_job_that_cannot_go_on_saves_what_it_has_and_ends(tmp_path: 
     assert (code, error, same) == (EXIT_TOO_FEW_RANKS, None, True)
     assert name.startswith(f"keepstep-rescue-step{AT}-rank0-")
     assert [folder.name for folder in tmp_path.iterdir()] == [name]
+
+
+def test_buckets_that_move_are_reported_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of sockets are not among those that the kernel counts as read or written."""
+    monkeypatch.setattr(recovery, "_REPORTED_S", 0.01)
+    monkeypatch.setattr(recovery, "_bytes_moved", lambda: 0)
+    buckets = 0
+    told, looked = threading.Event(), threading.Semaphore(0)
+
+    def num_buckets() -> int:
+        looked.release()
+        return buckets
+
+    moving = recovery._Moving(told.set, num_buckets)
+    try:
+        for _look in range(3):
+            assert looked.acquire(timeout=10.0)
+        assert not told.is_set()
+        buckets = 1
+        assert told.wait(10.0)
+    finally:
+        moving.end()

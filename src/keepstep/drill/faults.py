@@ -128,8 +128,8 @@ def default_faults(world_size: int, num_steps: int) -> list[DrillFault]:
 def weather(world_size: int, num_steps: int, hang_after_s: float) -> list[DrillFault]:
     """Returns pauses that are nobody's fault, so that a job must not lose a rank by any of them.
 
-    First a rank pauses for a quarter of the time after which it would be suspected, in every phase. Then several pause for
-    three times that time, as if their storage did not answer, and then all, early and late.
+    First a rank pauses for a quarter of the time after which it would be suspected, in each phase. Then several pause
+    for three times that time, as if their storage did not answer, and then all, early and late.
 
     Args:
         world_size: number of ranks.

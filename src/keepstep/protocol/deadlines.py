@@ -36,9 +36,11 @@ class Deadlines:
     """How long nodes may be silent if only a checkpoint holds the state without them, or if at least half of them are
     silent, and more than one: then the network has probably failed, perhaps the controller's own."""
     end_s: float = 60.0
-    """How long the last part of a job may take: a rescue, a fence, and the scripts' ends after the first one's."""
+    """How long the last part of a job may take: a rescue, a fence, and the scripts' ends after the first one's. In a
+    rescue, from the last part of a state that a rank has moved."""
     recover_s: float = 300.0
-    """How long all ranks may take to get to the resume step. Then they stop, and the recovery begins again."""
+    """How long all ranks may take to get to the resume step, from the last part of a state that a rank has moved. Then
+    they stop, and the recovery begins again."""
     long_s: float = 1800.0
     """Deadline of what keepstep knows nothing about: the start-up, the time between two steps including the update, and
     the first phase of its kind in a job. It is also how long a rank may be silent before the job goes back to a

@@ -22,7 +22,7 @@ from keepstep.errors import (
     StateMismatch,
     StepInterrupted,
 )
-from keepstep.protocol.messages import CheckpointWritten, Rescue, RescueGoesOn, Transfer, text
+from keepstep.protocol.messages import CheckpointWritten, Rescue, StateMoves, Transfer, text
 from keepstep.protocol.moves import Build, End, Load, Save, SaveAndEnd, Train, Undo, Update
 from keepstep.protocol.resume import Action
 from keepstep.weights.device.stages import CannotGoOn
@@ -41,7 +41,7 @@ from keepstep.worker.step.barrier import Votes
 from keepstep.worker.step.snapshots import Snapshots
 
 _REPORTED_S = 5.0
-"""Interval at which a rank says that its rescue goes on: a twelfth of the time after which it counts as stuck."""
+"""Interval at which a rank says that it moves its state: a twelfth of the time after which a rescue counts as stuck."""
 _MOVED_BYTES = 1 << 20
 """Fewer bytes are no part of the state: this process also reads its own counters and writes messages."""
 
@@ -67,6 +67,8 @@ class Recovery:
         self._snapshots = snapshots
         self._resumed = False
         self._source, self._landing = Source(), Landing(state.device)
+        self._num_buckets = 0
+        """How many buckets of a state it has sent and received so far."""
         self._has_told_of_replicas = False
         self._has_told_of_snapshots = self._has_told_of_rescue = False
         self._publication: StepPublication | None = None
@@ -339,6 +341,7 @@ class Recovery:
         coordination = self._coordination
         coordination.observe("restore")
         coordination.page.set_waiting(True)  # each side waits for the other
+        moving = _Moving(self._tell_of_moves, lambda: self._num_buckets)
         try:
             received, from_checkpoint = self._get_there(move)
         except (RuntimeError, RemoteProtocolError, PeerLost, CannotGoOn, Cancelled) as error:
@@ -350,6 +353,7 @@ class Recovery:
             coordination.refused(error)
             return
         finally:
+            moving.end()
             coordination.page.set_waiting(False)
         self._machine.loaded(received, from_checkpoint=from_checkpoint)
         order, rank, membership = move.order, self._machine.rank, self._machine.membership
@@ -422,7 +426,11 @@ class Recovery:
             raise RuntimeError("the group was taken down before the transfer began")
         return StateTransport(inner, stop)
 
+    def _tell_of_moves(self) -> None:
+        self._coordination.link.send(StateMoves(self._coordination.link.worker))
+
     def _moved(self) -> None:
+        self._num_buckets += 1
         self._coordination.page.progress()
         self._coordination.observe("bucket")
 
@@ -440,7 +448,7 @@ class Recovery:
         at = self._machine.steps.parameters_at
         path, problem = None, None
         self._coordination.page.set_waiting(True)  # storage may be slow
-        goes_on = _Moving(lambda: self._coordination.link.send(RescueGoesOn(self._coordination.link.worker)))
+        moving = _Moving(self._tell_of_moves, lambda: self._num_buckets)
         try:
             is_doubted = order.in_doubt and self._machine.doubt is not None
             if (self._machine.partially_updated and not is_doubted) or at is None:
@@ -452,24 +460,25 @@ class Recovery:
                 path = rescue(self._state, at, self._share, rescue_parent(self._run_dir), in_doubt=order.in_doubt)
         except (OSError, RuntimeError, StateMismatch, NothingToRecoverFrom) as error:
             problem = text(error)
-        goes_on.end()
+        moving.end()
         self._coordination.end(order, path, problem)
 
 
 class _Moving:
-    """A thread that reports every few seconds whether this process has read or written more bytes."""
+    """A thread that reports every few seconds if this process has moved more of a state: to or from files, or peers."""
 
-    def __init__(self, report: Callable[[], None]) -> None:
-        self._report = report
+    def __init__(self, report: Callable[[], None], num_buckets: Callable[[], int]) -> None:
+        self._report, self._num_buckets = report, num_buckets
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="keepstep-rescue", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="keepstep-moving", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
-        before = _bytes_moved()
+        bytes_before, buckets_before = _bytes_moved(), self._num_buckets()
         while not self._is_over.wait(_REPORTED_S):
-            if (now := _bytes_moved()) - before >= _MOVED_BYTES:
-                before = now
+            num_bytes, num_buckets = _bytes_moved(), self._num_buckets()
+            if num_bytes - bytes_before >= _MOVED_BYTES or num_buckets > buckets_before:
+                bytes_before, buckets_before = num_bytes, num_buckets
                 self._report()
 
     def end(self) -> None:

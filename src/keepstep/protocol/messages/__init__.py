@@ -68,11 +68,11 @@ from keepstep.protocol.messages.reports import (
     PublicationStage,
     RankAwaited,
     RanksStand,
-    RescueGoesOn,
     SafePointReached,
     SnapshotsByRank,
     SnapshotsLeft,
     StageSpan,
+    StateMoves,
     StateRecovered,
     StateRefused,
     StateRescued,
@@ -147,7 +147,6 @@ __all__ = [
     "ReleaseSnapshots",
     "Report",
     "Rescue",
-    "RescueGoesOn",
     "Resume",
     "SafePointReached",
     "Seconds",
@@ -155,6 +154,7 @@ __all__ = [
     "SnapshotsLeft",
     "StageSpan",
     "StartWorker",
+    "StateMoves",
     "StateRecovered",
     "StateRefused",
     "StateRescued",
@@ -196,7 +196,7 @@ WorkerReport: TypeAlias = (
     | CollectiveFailed
     | StateRefused
     | WorkerFailed
-    | RescueGoesOn
+    | StateMoves
     | StateRescued
 )
 NodeReport: TypeAlias = NodeJoined | NodeDraining | DevicesClosed | JobStalled | RanksStand | StepObserved

@@ -166,8 +166,8 @@ class WorkerFailed(Message, frozen=True):
     fatal: bool
 
 
-class RescueGoesOn(Message, frozen=True):
-    """The worker still saves its shard, and has read or written bytes since the last report."""
+class StateMoves(Message, frozen=True):
+    """The worker saves, loads, sends or receives a state, and has moved bytes since its last report."""
 
     worker: int
 

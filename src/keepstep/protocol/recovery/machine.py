@@ -418,8 +418,8 @@ class RecoveryMachine:
                 self._stage.room_found("there is room again: a spare is started")
             case msg.WorkerDone():
                 self._done(worker, message.steps, now_s)
-            case msg.RescueGoesOn():
-                self._stage.rescue_goes_on(now_s)
+            case msg.StateMoves():
+                self._stage.state_moves(now_s)
             case msg.StateRescued():
                 worker.rescued, worker.rescue_error = message.path, message.error
                 self._stage.awaited.discard(worker.worker)

@@ -69,7 +69,7 @@ class Rescuing(JobStage):
         in_doubt = is_in_doubt(job.roster, job.membership, job.generation)
         job.orders.to_all(Rescue(reason, in_doubt), reason)
 
-    def rescue_goes_on(self, now_s: float) -> None:
+    def state_moves(self, now_s: float) -> None:
         """Gives the ranks as long again as they had in the beginning."""
         self.deadline_s = now_s + self.job.deadlines.end_s
 

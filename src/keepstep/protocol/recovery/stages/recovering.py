@@ -60,6 +60,10 @@ class Recovering(RecoveryStage):
         job.record.restored_s = now_s
         return ToTraining()
 
+    def state_moves(self, now_s: float) -> None:
+        """Gives the ranks as long again as they had in the beginning: a large state, a slow network or storage."""
+        self.deadline_s = now_s + self.job.deadlines.recover_s
+
     def left_without(self, silence: Silence) -> Left | None:
         """Applies the resume rule to the copies as they are now."""
         words = {each.worker: self._word_now(each) for each in self.job.roster.holders()}

@@ -67,8 +67,8 @@ class JobStage:
         self.job.gives_up = reason
         return self.interrupted(msg.Cause.HANG, reason, (), now_s)
 
-    def rescue_goes_on(self, now_s: float) -> None:
-        """Runs when a rank has written a part of its state in a rescue."""
+    def state_moves(self, now_s: float) -> None:
+        """Runs when a rank has moved a part of a state, in a recovery or a rescue."""
 
     # ---- nodes and processes ----------------------------------------------------------------------------------------
 
