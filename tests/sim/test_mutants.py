@@ -647,6 +647,16 @@ def who_waits_for_a_peer_is_to_blame(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LivenessMachine, "observe", observe)
 
 
+def a_fresh_process_is_judged_by_the_pace_of_warm_ones(patch: pytest.MonkeyPatch) -> None:
+    right = LivenessMachine.passed
+
+    def passed(self: LivenessMachine, worker: int, phase: Phase, began_s: float, ended_s: float) -> None:
+        right(self, worker, phase, began_s, ended_s)
+        self._first_s[phase] = ended_s - began_s
+
+    patch.setattr(LivenessMachine, "passed", passed)
+
+
 def no_rank_is_ever_hung(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LivenessMachine, "judge", lambda self, now_s: [])
 
@@ -1192,6 +1202,7 @@ MUTANTS: dict[Plant, Check] = {
     no_lease_ever_ends: Check.ENDED,
     a_controller_that_is_cut_off_gives_all_nodes_up: Check.HEALTHY_FENCED,
     who_waits_for_a_peer_is_to_blame: Check.HEALTHY_FENCED,
+    a_fresh_process_is_judged_by_the_pace_of_warm_ones: Check.HEALTHY_FENCED,
     no_rank_is_ever_hung: Check.STUCK,
     a_suspected_rank_is_lost: Check.LAST_COPY,
     none_have_fallen_silent_together: Check.HEALTHY_FENCED,

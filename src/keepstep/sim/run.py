@@ -71,6 +71,8 @@ def case_of(seed: int) -> Case:
     if (comparing := random.Random(f"comparison of {seed}")).random() < 0.3:
         layout = dataclasses.replace(layout, compares=True)
         plan = draw_load(comparing, plan, WRONG_LOADS, 0.33)
+    if (first_batch := random.Random(f"first batch of {seed}")).random() < 0.1:
+        layout = dataclasses.replace(layout, first_batch_s=first_batch.choice((3.0, 10.0, 20.0)))
     plan = draw_suspension(random.Random(f"suspension of {seed}"), plan)
     return Case(seed, dataclasses.replace(layout, num_relays=num_relays), plan)
 

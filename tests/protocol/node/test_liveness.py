@@ -513,6 +513,32 @@ def test_a_warm_process_says_nothing_about_a_fresh_one() -> None:
     assert node.machine.deadline_s(1) == pytest.approx(20.0 * FACTOR)
 
 
+@pytest.mark.parametrize("how", ["stopped", "the agent was paused"])
+def test_a_phase_that_was_cut_short_teaches_nothing_about_first_ones(how: str) -> None:
+    """Found by simulation: what it has opened by then is not opened again, so the next one is quick."""
+    node = Node(num_ranks=1, num_spares=1, blind_s=0.5 if how == "the agent was paused" else math.inf)
+    node.look(0, Phase.FORWARD, 0)
+    if how == "stopped":
+        node.now_s += 7.0
+        node.machine.stopping((0,), node.now_s)
+        node.machine.recovering(0, node.now_s)
+        node.machine.resumed(node.now_s)
+        node.look(0, Phase.FORWARD, 0, generation=2)
+    else:
+        node.now_s += 7.0
+        node.look(0, Phase.FORWARD, 0, progress=1)
+    node.now_s += 0.1
+    node.look(0, Phase.BACKWARD, 0, generation=2 if how == "stopped" else 1)
+    for step in (1, 2):
+        node.look(0, Phase.FORWARD, step, generation=2)
+        node.now_s += 0.1
+        node.look(0, Phase.BACKWARD, step, generation=2)
+    assert Phase.FORWARD not in dict(node.machine.first_phases)
+    node.machine.watch(1, 1, node.now_s)
+    node.look(1, Phase.FORWARD, 2, generation=2)
+    assert node.machine.deadline_s(1) == LONG_S
+
+
 def test_the_first_phases_on_other_nodes_count_too() -> None:
     node = Node(num_ranks=1)
     node.look(0, Phase.FORWARD, 0)

@@ -74,7 +74,7 @@ class _Watched:
     start-up holds, not that of a recovery."""
     recent_s: dict[Phase, deque[float]] = dataclasses.field(default_factory=dict)
     """Durations of its completed phases, without the first one of each kind. A phase is absent until its first one has
-    ended."""
+    ended, or was cut short: what the process has opened and compiled by then is not done again."""
 
     @property
     def is_excused(self) -> bool:
@@ -83,6 +83,11 @@ class _Watched:
         if look is None or (look.waiting and self.obey_within_s is not None):
             return False
         return look.waiting or (look.in_collective and not self.stopping)
+
+    def has_had(self, *phases: Phase) -> None:
+        """Records that the next phase of each kind is not the first one of this process."""
+        for phase in phases:
+            self.recent_s.setdefault(phase, deque(maxlen=WINDOW))
 
     def ordered(self, within_s: float) -> None:
         """Records an order. If it waits for one, it has to obey within this time."""
@@ -132,6 +137,8 @@ class LivenessMachine:
         for number in workers:
             if number in self._workers:
                 watched = self._workers[number]
+                if watched.seen is not None and watched.seen.tag.phase is not Phase.STARTING:
+                    watched.has_had(*MEASURED)
                 if watched.is_excused or watched.seen is None:
                     watched.changed_s = now_s
                 watched.safe = watched.safe and watched.stopping
@@ -206,13 +213,14 @@ class LivenessMachine:
             ended_s: when it ended, on the same clock.
         """
         watched = self._workers.get(worker)
-        if watched is None or watched.stopping or not watched.measured_from_s <= began_s <= ended_s:
+        if watched is None:
             return
-        if phase in watched.recent_s:
+        counts = not watched.stopping and watched.measured_from_s <= began_s <= ended_s
+        if counts and phase in watched.recent_s:
             watched.recent_s[phase].append(ended_s - began_s)
-        else:
-            watched.recent_s[phase] = deque(maxlen=WINDOW)
+        elif counts:
             self.learn(((phase, ended_s - began_s),))
+        watched.has_had(phase)
 
     def deadline_s(self, worker: int) -> float:
         """Returns how long this worker may make no progress in its current phase, in seconds."""

@@ -73,6 +73,8 @@ class ClusterLayout:
     network: NetworkLayout = NetworkLayout()
     durations: SimulatedDurations = SimulatedDurations()
     num_steps: int = 12
+    first_batch_s: float = 0.0
+    """By how much the first forward of each process is longer: it opens its data, imports and compiles."""
     checkpoint_every: int | None = None
     snapshot_every: int = 0
     """Steps from one snapshot of each rank's state to the next; 0: there are none."""

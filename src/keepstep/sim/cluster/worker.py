@@ -52,6 +52,8 @@ class SimulatedWorker(SimulatedProcess):
         self._to_do: list[msg.Transfer] = []
         """The remaining transfers of the recovery in which it takes part."""
         self._gradients: int | None = None
+        self._has_read = False
+        """Whether it has had its first batch, which takes long in some jobs."""
         """The step whose complete gradients it holds."""
         self._resumed_at = 0
         self._has_loaded = self._is_restored = False
@@ -453,7 +455,11 @@ class SimulatedWorker(SimulatedProcess):
         self.groups.begin_step()
         machine.steps.advance(StepEvent.STEP_ENTERED)
         self._show()
-        self._begin(self.world.draw(self._durations.forward_s), Activity.FORWARD)
+        forward_s = self._durations.forward_s
+        if self.world.layout.first_batch_s and not self._has_read:
+            self._has_read = True
+            forward_s += self.world.layout.first_batch_s
+        self._begin(self.world.draw(forward_s), Activity.FORWARD)
 
     def _is_copied(self) -> None:
         step, is_at_it = self.machine.steps.step, self._awaits_copy == self._activity and not self.is_stuck
