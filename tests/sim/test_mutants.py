@@ -638,6 +638,18 @@ def gives_up_all_that_are_silent(self: ControllerMachine, lease_s: float, now_s:
     self._schedule_lease_check(lease_s, now_s)
 
 
+def only_all_nodes_can_fall_silent_together(patch: pytest.MonkeyPatch) -> None:
+    right = ControllerMachine._check_leases
+
+    def check_leases(self: ControllerMachine, lease_s: float, now_s: float) -> None:
+        if any(connection.is_heard(lease_s, now_s) for connection in self.connections.values()):
+            gives_up_all_that_are_silent(self, lease_s, now_s)
+        else:
+            right(self, lease_s, now_s)
+
+    patch.setattr(ControllerMachine, "_check_leases", check_leases)
+
+
 def who_waits_for_a_peer_is_to_blame(patch: pytest.MonkeyPatch) -> None:
     right = LivenessMachine.observe
 
@@ -1201,6 +1213,7 @@ MUTANTS: dict[Plant, Check] = {
     no_deadline_ever_comes: Check.STUCK,
     no_lease_ever_ends: Check.ENDED,
     a_controller_that_is_cut_off_gives_all_nodes_up: Check.HEALTHY_FENCED,
+    only_all_nodes_can_fall_silent_together: Check.HEALTHY_FENCED,
     who_waits_for_a_peer_is_to_blame: Check.HEALTHY_FENCED,
     a_fresh_process_is_judged_by_the_pace_of_warm_ones: Check.HEALTHY_FENCED,
     no_rank_is_ever_hung: Check.STUCK,

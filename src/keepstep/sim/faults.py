@@ -61,6 +61,8 @@ WRONG_LOADS = ("wrong load",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
 SUSPENSIONS = ("suspend",)
 """Faults in a tenth of the plans, drawn from a separate generator."""
+SILENCES = ("silent together",)
+"""Faults in a tenth of the plans, drawn from a separate generator."""
 OPERATOR_TAKES = 5.0
 """After so many times the longest deadline for silence, a process that is still silent is killed."""
 OF_ONE_PROCESS = frozenset({*PROCESS_FAULTS[:7], *SUSPENSIONS, "spare kill", "two at once"})
@@ -138,6 +140,14 @@ def draw_suspension(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tup
     lasts_s = rng.choice((0.5, 5.0, 12.0, 40.0)) * (0.8 + 0.4 * rng.random())
     pick = rng.randrange(64)
     return (*plan, SimulatedFault(rng.choice(SUSPENSIONS), rng.uniform(0.3, 8.0), None, None, pick, lasts_s))
+
+
+def draw_silence(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
+    """Returns the plan, in a tenth of the cases with a time in which half of the nodes do not reach the controller."""
+    if rng.random() >= 0.1:
+        return plan
+    pick, lasts_s = rng.randrange(64), rng.choice((2.0, 5.0, 10.0, 40.0)) * (0.8 + 0.4 * rng.random())
+    return (*plan, SimulatedFault(rng.choice(SILENCES), rng.uniform(0.3, 8.0), None, None, pick, lasts_s))
 
 
 class Injector:
@@ -344,6 +354,13 @@ class Injector:
     def _cut_off_one_way(self, fault: SimulatedFault) -> None:
         name = self._node(fault)
         self._cut(fault, ((name, CONTROLLER),) if fault.pick % 2 else ((CONTROLLER, name),))
+
+    def _silent_together(self, fault: SimulatedFault) -> None:
+        """Cuts at least half of the nodes, and more than one, off from the controller, but not from each other."""
+        names = list(self._world.nodes)
+        first = fault.pick % len(names)
+        cut = [*names[first:], *names[:first]][: max(2, -(-len(names) // 2))]
+        self._cut(fault, tuple(pair for name in cut for pair in ((name, CONTROLLER), (CONTROLLER, name))))
 
     def _cut_data(self, fault: SimulatedFault) -> None:
         names = list(self._world.nodes)

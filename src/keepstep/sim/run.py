@@ -19,6 +19,7 @@ from keepstep.sim.faults import (
     draw_plan,
     draw_relays,
     draw_sick_device,
+    draw_silence,
     draw_suspension,
 )
 from keepstep.sim.oracle import Check, ViolationError
@@ -74,6 +75,7 @@ def case_of(seed: int) -> Case:
     if (first_batch := random.Random(f"first batch of {seed}")).random() < 0.1:
         layout = dataclasses.replace(layout, first_batch_s=first_batch.choice((3.0, 10.0, 20.0)))
     plan = draw_suspension(random.Random(f"suspension of {seed}"), plan)
+    plan = draw_silence(random.Random(f"silence of {seed}"), plan)
     return Case(seed, dataclasses.replace(layout, num_relays=num_relays), plan)
 
 

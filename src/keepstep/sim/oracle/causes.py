@@ -11,7 +11,7 @@ from keepstep.protocol.phases import Phase
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 REPEATED_EVERY_S = {"cut data": 2.0, "cut off": 2.0} | dict.fromkeys(
-    ("slow", "cut off one way", "loss burst", "agent pause", "controller pause"), 12.0
+    ("slow", "cut off one way", "silent together", "loss burst", "agent pause", "controller pause"), 12.0
 )
 """Kind of a fault that may cause recoveries repeatedly while it lasts -> the least time between two of them.
 

@@ -489,6 +489,11 @@ class Oracle:
             return False
         return now_s - heard_s >= ISOLATED_S or any(at_s > heard_s for at_s in self._heard_s.values())
 
+    def silent_for_s(self, node: str) -> float:
+        """Returns for how long the controller has heard nothing of a node."""
+        now_s = self._world.schedule.now_s
+        return now_s - self._heard_s.get(node, now_s)
+
     def state_is_lost(self) -> bool:
         """Returns whether some shard has neither a holder in the last cohort that trained, nor a snapshot."""
         if self._trained is None:

@@ -23,6 +23,7 @@ FAULTS = frozenset({"stop", "deadlock", "slow", "suspend"})
 ROUNDING_S = 1e-6
 NEWS_S = RECENT_SHARE * LEASE_S
 """The controller need not know of a death so recent."""
+SHORTLY_S = 0.5
 BEFORE_S = 5.0
 """A process may have made no progress for so long before a fault silenced it: a phase, or a wait for others."""
 
@@ -114,6 +115,7 @@ class SilenceWatch:
     def evicted(self, node: str, silent_s: float) -> None:
         """Checks the eviction of a node from which the controller has heard nothing for a time."""
         deadlines = self._world.layout.settings.deadlines
+        self._check_alone(node, deadlines.isolated_s)
         least_s = deadlines.isolated_s if self._world.checkpoints() else deadlines.long_s
         if silent_s + ROUNDING_S >= least_s:
             return
@@ -122,6 +124,15 @@ class SilenceWatch:
             lambda other: other.node.is_read and other.node.name != node,
             f"{node}, silent for {silent_s:.2f} s, is evicted",
         )
+
+    def _check_alone(self, node: str, isolated_s: float) -> None:
+        """Checks that a node which is evicted did not fall silent with half of the others a short time ago."""
+        now_s, connected = self._world.schedule.now_s, self._world.controller.machine.connections
+        silent_s = {name: self._world.oracle.silent_for_s(name) for name in {*connected, node}}
+        silent = [name for name, lasts_s in silent_s.items() if lasts_s >= LEASE_S]
+        are_many = len(silent) >= max(2, len(silent_s) / 2)
+        if are_many and min(silent_s[name] for name in silent) < isolated_s - SHORTLY_S:
+            raise ViolationError(Check.HEALTHY_FENCED, f"{node} is evicted at {now_s:.2f} s, and silent with {silent}")
 
     def _is_unchecked(self) -> bool:
         """Returns whether the job may lose state now, because it has none yet, or ends."""
