@@ -285,6 +285,23 @@ def test_silence_at_another_place_is_no_reason_for_more_patience() -> None:
         job.settle()
 
 
+def test_what_is_said_again_of_a_rank_that_was_given_up_is_no_reason_for_more_patience() -> None:
+    """Its agent says all suspicions again when ranks stop, and may do so before the process is gone."""
+    job = training()
+    job.bring_all(5, Phase.BACKWARD)
+    silent = job.holder(1)
+    suspect(job, silent)
+    wait(job, TOGETHER_S)
+    assert fenced(job) == [silent.number]
+    suspect(job, silent)
+    job.settle()
+    job.bring_all(7, Phase.BACKWARD)
+    other = job.holder(1)
+    suspect(job, other)
+    wait(job, TOGETHER_S)
+    assert fenced(job) == [silent.number, other.number]
+
+
 # ---- --give-up-after ------------------------------------------------------------------------------------------------
 
 

@@ -402,6 +402,8 @@ class RecoveryMachine:
                 self._job.snapshots.left(worker, message.snapshots)
             case msg.WorkerLost():
                 self._lost(worker, message, now_s)
+            case msg.WorkerSuspected() if worker.lost:
+                pass  # an agent says it again when ranks stop, perhaps of the one that is given up for it
             case msg.WorkerSuspected() if worker.rank is None:  # a spare holds nothing
                 lost = msg.WorkerLost(worker.worker, message.cause, message.detail, False, message.tag, message.since_s)
                 self._lost(worker, lost, now_s)
