@@ -20,6 +20,7 @@ import msgspec
 from keepstep.dashboard.settings import ServerSettings
 from keepstep.errors import ConfigurationError, PeerLost
 from keepstep.programs import ending, own_command
+from keepstep.systemcalls import loopback
 
 DEFAULT = "127.0.0.1:7117"
 TOKEN = "viewer.token"
@@ -46,7 +47,9 @@ def listen(address: str, flag: str) -> socket.socket:
     if missing:
         raise ConfigurationError(f"{flag}: {', '.join(missing)} is missing: pip install 'keepstep[dashboard]'")
     host, _, port = address.rpartition(":")
-    host = host.strip("[]") or "127.0.0.1"
+    host = host.strip("[]") or loopback()
+    if address == DEFAULT:
+        host = loopback()
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigurationError(f"{flag} {address}: must be HOST:PORT, for example {DEFAULT}")
     try:

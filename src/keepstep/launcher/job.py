@@ -66,8 +66,18 @@ Companion = Callable[[Job], Awaitable[None]]
 
 
 def fresh_run_dir() -> Path:
-    """Creates a run folder below the system's temporary folder."""
-    return Path(tempfile.mkdtemp(prefix="keepstep-"))
+    """Creates a run folder below the system's temporary folder.
+
+    Raises:
+        ConfigurationError: it cannot be created.
+    """
+    try:
+        return Path(tempfile.mkdtemp(prefix="keepstep-"))
+    except OSError as error:
+        raise ConfigurationError(
+            f"no run folder can be created: {error.strerror}: set TMPDIR to a folder in which this user can write, or "
+            "name one with --run-dir"
+        ) from error
 
 
 def run_job(

@@ -27,6 +27,7 @@ from keepstep.protocol.messages import (
     WorkerReport,
     text,
 )
+from keepstep.systemcalls import refusal, start_thread
 from keepstep.transports.framing import FrameDecoder, frame
 
 EXIT_ORPHANED = 3
@@ -56,7 +57,7 @@ class Link:
     def listen(self, on_order: Callable[[WorkerOrder], None]) -> None:
         """Starts the listener's thread. It calls ``on_order``, which must not block, with every order."""
         self._on_order = on_order
-        threading.Thread(target=self._listen, name="keepstep-link", daemon=True).start()
+        start_thread(self._listen, name="keepstep-link")
 
     def send(self, report: WorkerReport | WeightsObserved) -> None:
         """Sends a report. If the agent is gone the listener ends this process, so no error is raised here."""
@@ -152,9 +153,15 @@ class Link:
         """Handles what the agent sends. Ends the process when the agent is gone, or sends what cannot be handled."""
         try:
             self._handle_all()
-        except BaseException:  # of any kind: a rank that hears no order any more must not train on
-            traceback.print_exc()
-            print("keepstep: this worker cannot handle what its agent sends, so it ends", file=sys.stderr, flush=True)
+        except BaseException as error:  # of any kind: a rank that hears no order any more must not train on
+            if (refused := refusal(error)) is None:
+                traceback.print_exc()
+            print(
+                f"keepstep: this worker cannot handle what its agent sends, so it ends{'' if refused is None else ': '}"
+                f"{refused or ''}",
+                file=sys.stderr,
+                flush=True,
+            )
         else:
             print("keepstep: the agent of this worker is gone, so the worker ends", file=sys.stderr, flush=True)
         os._exit(EXIT_ORPHANED)

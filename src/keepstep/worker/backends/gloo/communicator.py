@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
+from keepstep.systemcalls import start_thread
 from keepstep.worker.backends.building import built
 from keepstep.worker.backends.communicator import (
     LOOPBACK,
@@ -128,7 +129,7 @@ class GlooCommunicator(OwnTraffic):
             communicator = self._communicator if self._in_flight.all() else None
         self._connections.cut()
         if first and communicator is not None:
-            threading.Thread(target=self._free_all, args=[communicator], name="keepstep-free", daemon=True).start()
+            start_thread(self._free_all, communicator, name="keepstep-free")
 
     def close(self) -> None:
         """Lets no operation begin any more. Aborts the communicator if one is in flight, else keeps its connections.
