@@ -8,6 +8,7 @@ import contextlib
 import io
 import os
 import select
+import socket
 import sys
 import threading
 import time
@@ -31,10 +32,18 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     awaits, or of a callback, is printed, and ends the program like one of ``main``.
     """
     try:
+        _try_what_a_loop_needs()
         with unblocked():
             return asyncio.run(_supervised(main))
     finally:
         main.close()  # if a thread for the output or the loop itself is refused, it has not begun
+
+
+def _try_what_a_loop_needs() -> None:
+    """Opens the files that a loop opens. If that fails in asyncio, its half-made loop prints a traceback at its end."""
+    first, second = socket.socketpair()
+    with first, second, first.dup():
+        pass
 
 
 async def _supervised(main: Coroutine[Any, Any, T]) -> T:

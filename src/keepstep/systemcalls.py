@@ -199,6 +199,32 @@ def memory_file(name: str, num_bytes: int = 0, flags: int = os.MFD_CLOEXEC) -> i
     return descriptor
 
 
+def check_system() -> None:
+    """Tries the calls that each rank needs, once for all ranks.
+
+    Raises:
+        CallRefused, LimitReached: the system refuses one.
+    """
+    with needed("eventfd"):
+        os.close(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+    os.close(memory_file("check", 1))
+
+
+def check_locks(folder: Path) -> Path:
+    """Returns a folder that has locks.
+
+    Raises:
+        CallRefused: it has none.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(BlockingIOError):  # another job has it
+            lock(descriptor, folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)
+    return folder
+
+
 def lock(descriptor: int, folder: Path, operation: int) -> None:
     """Locks an open file of a folder.
 

@@ -62,6 +62,7 @@ from keepstep.transports.spawning import (
     SpawnerReport,
     SpawnWorker,
     WorkerExited,
+    WorkerRefused,
     WorkerSpawned,
 )
 
@@ -308,8 +309,12 @@ class Agent:
                 worker.pid = report.pid
                 self._machine.spawned(report.worker, report.pid)
                 self._act()
+            case WorkerRefused():
+                self._background.begin(self._exited(report.worker, Cause.EXIT, report.reason, report.at_s))
             case WorkerExited():
-                self._background.begin(self._exited(report))
+                cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
+                how = ending(report.status, has_dumped=report.has_dumped) if report.status else ""
+                self._background.begin(self._exited(report.worker, cause, how, report.at_s))
 
     def _spawner_lost(self) -> None:
         """Ends this node's part of the job: its workers die with the spawner, and it cannot start new ones."""
@@ -322,8 +327,9 @@ class Agent:
             return None
         return EndJob(EXIT_FAILED, "the process that starts workers died, and its workers with it")
 
-    async def _exited(self, report: WorkerExited) -> None:
-        worker = self.workers.get(report.worker)
+    async def _exited(self, number: int, cause: Cause, how: str, at_s: float) -> None:
+        """Reports the end of a worker. ``how`` is empty for exit code 0, which may be a normal end."""
+        worker = self.workers.get(number)
         if worker is None:
             return
         await asyncio.wait({worker.listener}, timeout=DRAIN_DEADLINE_S)
@@ -331,10 +337,7 @@ class Agent:
         self.step_durations_s += tagpage.step_durations(worker.page.events_since(0))
         self._watch_first_step(worker)
         self._phases.gather(self.workers.values())  # of all workers: the job may end now
-        cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
-        how = ending(report.status, has_dumped=report.has_dumped) if report.status else ""  # 0 may be a normal end
-        snapshots = self._snapshots.of(report.worker)
-        self._machine.exited(report.worker, cause, how, view.tag, report.at_s, snapshots)
+        self._machine.exited(number, cause, how, view.tag, at_s, self._snapshots.of(number))
         self._drop(worker)
         self._act()
 

@@ -21,6 +21,7 @@ from keepstep.transports.spawning import (
     SpawnerReady,
     SpawnerReport,
     SpawnWorker,
+    WorkerRefused,
     WorkerSpawned,
     decode_report,
     send_request,
@@ -187,6 +188,6 @@ class SpawnerClient:
         if isinstance(report, SpawnerFailed) and not self._ready.done():
             self._ready.set_exception(report.error)
         self._on_report(report)
-        if isinstance(report, WorkerSpawned):
+        if isinstance(report, WorkerSpawned | WorkerRefused):
             self._answered = True
             self._send_next()

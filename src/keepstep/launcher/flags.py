@@ -35,7 +35,7 @@ from keepstep.launcher.job import JobOptions, fresh_run_dir
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
 from keepstep.programs import DRAIN_ON
 from keepstep.protocol.deadlines import DEADLINES
-from keepstep.systemcalls import bound
+from keepstep.systemcalls import bound, check_system, loopback
 
 LOOPBACK = "127.0.0.1"
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
@@ -158,6 +158,7 @@ def agent_settings(arguments: argparse.Namespace, place: NodePlace, run_dir: Pat
     in_job = _job_environment(arguments, place)
     # Folders are created last, so that a refused job leaves none behind.
     output = _output(arguments, range(place.slots))
+    check_system()
     if run_dir is None:
         named = arguments.run_dir is not None
         run_dir = make_folder("--run-dir", Path(arguments.run_dir), 0o700) if named else fresh_run_dir()
@@ -255,9 +256,9 @@ def _master(arguments: argparse.Namespace, place: NodePlace) -> tuple[str, int]:
         is_named = arguments.master_addr != LOOPBACK or not meeting
         return (arguments.master_addr if is_named else meeting), port or MASTER_PORT
     if port is not None:
-        _check_port(place.address, port)
-    is_named = arguments.master_addr != LOOPBACK
-    return (arguments.master_addr if is_named else place.address), port or _free_port(place.address)
+        _check_port(loopback(), port)
+    own = loopback()
+    return (own if arguments.master_addr == LOOPBACK else arguments.master_addr), port or _free_port(own)
 
 
 def _free_port(host: str) -> int:

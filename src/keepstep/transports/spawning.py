@@ -58,6 +58,14 @@ class WorkerSpawned(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     pid: int
 
 
+class WorkerRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The system starts no process for the worker. The reason has the call and a remedy."""
+
+    worker: int
+    reason: str
+    at_s: float
+
+
 class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The worker's process is gone. ``status`` as of `os.waitstatus_to_exitcode`: negative for a signal."""
 
@@ -69,7 +77,7 @@ class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     at_s: float
 
 
-SpawnerReport: TypeAlias = SpawnerReady | SpawnerFailed | WorkerSpawned | WorkerExited
+SpawnerReport: TypeAlias = SpawnerReady | SpawnerFailed | WorkerSpawned | WorkerRefused | WorkerExited
 _reports: msgspec.json.Decoder[SpawnerReport] = msgspec.json.Decoder(SpawnerReport)
 _requests = msgspec.json.Decoder(SpawnWorker)
 

@@ -42,6 +42,7 @@ from keepstep.transports.spawning import (
     SpawnerReport,
     SpawnWorker,
     WorkerExited,
+    WorkerRefused,
     WorkerSpawned,
     receive_request,
 )
@@ -96,7 +97,13 @@ class Spawner:
         request, descriptors = received
         parent = os.getpid()
         read, begun = os.pipe()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # a limit on processes or memory; the workers that run are not concerned
+            for descriptor in (*descriptors, read, begun):
+                os.close(descriptor)
+            self._report(WorkerRefused(request.worker, str(refusal(error, "fork") or error), time.monotonic()))
+            return True
         if pid == 0:
             os.close(read)
             self._become_worker(request, descriptors, parent, begun)
