@@ -147,8 +147,9 @@ def open_files() -> int:
     limit = _USUAL_FILES
     with contextlib.suppress(OSError, ValueError):  # a profile forbids it: then what there is has to do
         limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        limit = hard
+        if limit < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            limit = hard
     return limit
 
 
@@ -164,6 +165,26 @@ def start_thread(function: Callable[..., None], *arguments: object, name: str) -
             raise
         os.write(2, f"keepstep: this process ends: {refused}\n".encode())
         os._exit(EXIT_WITHOUT_THREAD)
+
+
+def check_threads(count: int) -> None:
+    """Tries to have so many threads more at the same time.
+
+    Raises:
+        LimitReached: there is no room for them.
+    """
+    over = threading.Event()
+    begun: list[threading.Thread] = []
+    try:
+        with needed():
+            for _ in range(count):
+                thread = threading.Thread(target=over.wait, daemon=True)
+                thread.start()
+                begun.append(thread)
+    finally:
+        over.set()
+        for thread in begun:
+            thread.join()
 
 
 def tell_of_threads() -> None:

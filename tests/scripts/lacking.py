@@ -1,13 +1,14 @@
 """Runs a command on a system that lacks something: ``lacking.py CALL=ERRNO ... -- COMMAND ...``.
 
 A seccomp filter makes each named system call fail with the named error, as a container's profile or an old kernel
-does. Further names: ``thread`` is `clone` for a new thread, ``ipv4`` is `socket` for AF_INET, ``memory_lock`` is none.
+does. Further names: ``thread`` is `clone` for a new thread, ``ipv4`` is `socket` for AF_INET.
 """
 
 import ctypes
 import errno
 import os
 import platform
+import socket
 import struct
 import sys
 
@@ -27,13 +28,13 @@ NUMBERS = {
     },
 }  # fmt: skip
 """Machine -> system call -> its number."""
-WHERE = {"thread": ("clone", 0x10000), "ipv4": ("socket", None)}
 LOAD, EQUAL, AND, RETURN = 0x20, 0x15, 0x45, 0x06
 """BPF: ld [k]; jeq #k; jset #k; ret #k. From <linux/bpf_common.h>."""
 ALLOW, FAIL = 0x7FFF0000, 0x00050000
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, MODE_FILTER = 22, 38, 2
 ARGUMENT = 16
 """Offset of a call's first argument in struct seccomp_data."""
+CLONE_THREAD = 0x10000
 
 
 def instructions(name: str, error: int) -> list[tuple[int, int, int, int]]:
@@ -41,10 +42,10 @@ def instructions(name: str, error: int) -> list[tuple[int, int, int, int]]:
     numbers = NUMBERS[platform.machine()]
     match name:
         case "thread":  # glibc tries clone3 first, whose flags a filter cannot read
-            test = [(LOAD, 0, 0, ARGUMENT), (AND, 0, 1, 0x10000)]
+            test = [(LOAD, 0, 0, ARGUMENT), (AND, 0, 1, CLONE_THREAD)]
             return [*instructions("clone3", errno.ENOSYS), *only(numbers["clone"], test, error)]
         case "ipv4":
-            return only(numbers["socket"], [(LOAD, 0, 0, ARGUMENT), (EQUAL, 0, 1, 2)], error)
+            return only(numbers["socket"], [(LOAD, 0, 0, ARGUMENT), (EQUAL, 0, 1, socket.AF_INET)], error)
         case _:
             return only(numbers[name], [], error)
 

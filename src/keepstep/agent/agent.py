@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
 
 from keepstep.agent.durations import longest_phases
@@ -20,6 +21,7 @@ from keepstep.agent.snapshots import SnapshotMemory
 from keepstep.agent.spawner import SpawnerClient, SpawnerProcess
 from keepstep.background import BackgroundTasks
 from keepstep.errors import ProtocolError, RemoteProtocolError
+from keepstep.freememory import killed_together
 from keepstep.programs import ending
 from keepstep.protocol.messages import (
     AnyMessage,
@@ -58,6 +60,7 @@ from keepstep.shared import lifeline, tagpage
 from keepstep.transports.framing import FrameDecoder, frame
 from keepstep.transports.interface import Connected, ControllerConnection
 from keepstep.transports.spawning import (
+    SpawnerFailed,
     SpawnerReady,
     SpawnerReport,
     SpawnWorker,
@@ -102,6 +105,7 @@ class Agent:
         self.left: Leave | None = None
         """How and why the controller has ended this node's part of the job; None if it has not."""
         self._lost_spawner = False
+        self._why_lost = ""
         self._spawner = SpawnerClient(self._background.guarded(self._spawner_reported), self._spawner_lost)
 
     def _new_machine(self) -> AgentMachine:
@@ -126,6 +130,13 @@ class Agent:
             PeerLost: the spawner did not start.
             ConfigurationError: see `DeviceGuard.start`.
         """
+        if (group := killed_together()) is not None:
+            print(
+                f"keepstep: memory.oom.group is 1 in {group}: if a process of this node runs out of memory, the kernel "
+                "kills all of them, the agent too, and no rank on this node can be replaced: set it to 0",
+                file=sys.stderr,
+                flush=True,
+            )
         looking = asyncio.create_task(self._guard.start())
         try:
             ready = await self._spawner.start(self.settings.spawner, begun)
@@ -304,6 +315,8 @@ class Agent:
         match report:
             case SpawnerReady():
                 self.worker_bytes = report.worker_bytes
+            case SpawnerFailed():
+                self._why_lost = f": {report.reason}"
             case WorkerSpawned():
                 worker = self.workers[report.worker]
                 worker.pid = report.pid
@@ -325,7 +338,7 @@ class Agent:
         """Returns how this node's part of the job has ended if the spawner has died; else None."""
         if not self._lost_spawner:
             return None
-        return EndJob(EXIT_FAILED, "the process that starts workers died, and its workers with it")
+        return EndJob(EXIT_FAILED, f"the process that starts workers died, and its workers with it{self._why_lost}")
 
     async def _exited(self, number: int, cause: Cause, how: str, at_s: float) -> None:
         """Reports the end of a worker. ``how`` is empty for exit code 0, which may be a normal end."""

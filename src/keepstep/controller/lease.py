@@ -25,7 +25,7 @@ from types import TracebackType
 
 import msgspec
 
-from keepstep.errors import ConfigurationError, LeaseLost
+from keepstep.errors import ConfigurationError, KeepstepError, LeaseLost
 from keepstep.protocol.lease import FIRST, Candidate, Holder, Lease, Replace
 from keepstep.systemcalls import lock
 from keepstep.trace.record.jobclock import this_machine
@@ -241,8 +241,8 @@ class RunLease:
         except OSError:
             return True  # unknown
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
+            lock(descriptor, self._folder.parent, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (OSError, KeepstepError):
             return True
         finally:
             os.close(descriptor)

@@ -27,7 +27,7 @@ from keepstep.protocol.messages import (
     WorkerReport,
     text,
 )
-from keepstep.systemcalls import refusal, start_thread
+from keepstep.systemcalls import refusal
 from keepstep.transports.framing import FrameDecoder, frame
 
 EXIT_ORPHANED = 3
@@ -57,7 +57,7 @@ class Link:
     def listen(self, on_order: Callable[[WorkerOrder], None]) -> None:
         """Starts the listener's thread. It calls ``on_order``, which must not block, with every order."""
         self._on_order = on_order
-        start_thread(self._listen, name="keepstep-link")
+        threading.Thread(target=self._listen, name="keepstep-link", daemon=True).start()
 
     def send(self, report: WorkerReport | WeightsObserved) -> None:
         """Sends a report. If the agent is gone the listener ends this process, so no error is raised here."""
