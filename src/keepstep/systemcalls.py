@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dis
 import errno
 import fcntl
-import linecache
 import os
-import re
 import resource
 import socket
 import sys
@@ -77,7 +76,6 @@ _NAMES = {
     "urandom": "getrandom",
 }
 """Python's name -> the system call's, where they differ."""
-_CALL = re.compile(r"([\w.]+)\(")
 _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
 """What Python and C++ say if a thread cannot be started."""
 
@@ -112,9 +110,10 @@ def refusal(error: BaseException, call: str = "", remedy: str = "") -> KeepstepE
         return LimitReached(f"{call or 'clone'} (a new thread): Resource temporarily unavailable: {_PROCESSES}")
     if not isinstance(error, OSError) or error.errno is None:
         return None
+    place = "" if call else _place(error.__traceback__)
     call = call or _call_of(error.__traceback__)
     what = call + (f" {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else "")
-    said = f"{what}: {os.strerror(error.errno)}{'' if remedy else _place(error.__traceback__)}"
+    said = f"{what}: {os.strerror(error.errno)}{place}"
     if error.errno == errno.EAGAIN and call in _STARTING:
         return LimitReached(f"{said}: {remedy or _PROCESSES}")
     if error.errno in _LIMITS:
@@ -214,7 +213,7 @@ def memory_file(name: str, num_bytes: int = 0, flags: int = os.MFD_CLOEXEC) -> i
         try:
             with needed("ftruncate"):
                 os.ftruncate(descriptor, num_bytes)
-        except BaseException:
+        except (OSError, KeepstepError):
             os.close(descriptor)
             raise
     return descriptor
@@ -318,17 +317,28 @@ def _codes(trace: TracebackType | None) -> list[tuple[CodeType, int, int]]:
 
 
 def _call_of(trace: TracebackType | None) -> str:
-    """Returns the name of the system call in the expression that has raised an error, as far as Python shows it."""
-    code, line, at = _codes(trace)[-1]
-    text = linecache.getline(code.co_filename, line)
-    _first, last, start, end = list(code.co_positions())[at // 2]
-    part = text.encode()[start : end if last == line else None].decode() if start is not None else text
-    found = _CALL.match(part)
-    if found is None:
+    """Returns the name of the system call in the expression that has raised an error, as far as Python shows it.
+
+    It reads the compiled code: there may be no descriptor left to open the source.
+    """
+    code, _line, at = _codes(trace)[-1]
+    steps = list(dis.get_instructions(code))
+    raised = next((step for step in steps if step.offset == at), steps[0])
+    names = [
+        str(step.argval).strip("_")
+        for step in steps
+        if step.offset < at and step.opname.startswith("LOAD_") and _begin(step) == _begin(raised)
+    ]
+    if names and names[-1] == "init":
+        names.pop()
+    if raised.opname.startswith("RAISE") or not names:
         return "a system call"
-    parts = [each.strip("_") for each in found.group(1).split(".")]
-    name = parts[-2] if parts[-1] == "init" and len(parts) > 1 else parts[-1]
-    return _NAMES.get(name, name)
+    return _NAMES.get(names[-1], names[-1])
+
+
+def _begin(step: dis.Instruction) -> tuple[int | None, int | None]:
+    """Returns line and column at which an instruction's expression begins: `a.b` begins where `a.b(c)` does."""
+    return (None, None) if step.positions is None else (step.positions.lineno, step.positions.col_offset)
 
 
 def _place(trace: TracebackType | None) -> str:

@@ -18,7 +18,7 @@ from keepstep.agent.settings import AgentSettings
 from keepstep.agent.spawner import SpawnerProcess
 from keepstep.config import RESCUE_PREFIX
 from keepstep.controller.controller import Controller
-from keepstep.errors import ConfigurationError
+from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.freememory import free_bytes
 from keepstep.launcher import control
 from keepstep.launcher.recording import Outputs, record_run
@@ -77,7 +77,7 @@ def fresh_run_dir() -> Path:
     run_dir.mkdir(0o700)
     try:
         return check_locks(run_dir)
-    except BaseException:
+    except (OSError, KeepstepError):
         run_dir.rmdir()
         raise
 

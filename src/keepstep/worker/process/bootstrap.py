@@ -208,7 +208,7 @@ def _report(error: BaseException) -> None:
     if session is not None:
         link = session._coordination.link
     elif isinstance(error, CallRefused | LimitReached) and (settings := worker_config()) is not None:
-        link = Link(socket.socket(fileno=os.dup(settings.link_fd)), settings.worker)  # init() has failed
+        link = Link(socket.socket(fileno=settings.link_fd), settings.worker)  # init() has failed
     else:
         return
     fatal = isinstance(error, (ConfigurationError, UsageError))
