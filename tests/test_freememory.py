@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from keepstep.freememory import free_bytes
+from keepstep.freememory import free_bytes, killed_together
 
 MIB = 1 << 20
 
@@ -50,3 +50,14 @@ def test_without_groups_it_is_the_machine_s(tmp_path: Path, membership: str) -> 
     group(tmp_path / "groups" / "odd", "unheard of", 3)
     assert 0 < free(tmp_path, membership) <= psutil.virtual_memory().total
     assert 0 < free_bytes() <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(("own", "parent", "found"), [("1", "0", "job/step"), ("0", "1", "job"), ("0", None, None)])
+def test_a_group_that_is_killed_as_one(tmp_path: Path, own: str, parent: str | None, found: str | None) -> None:
+    membership, groups = tmp_path / "cgroup", tmp_path / "groups"
+    membership.write_text("0::/job/step\n")
+    (groups / "job" / "step").mkdir(parents=True)
+    (groups / "job" / "step" / "memory.oom.group").write_text(f"{own}\n")
+    if parent is not None:
+        (groups / "job" / "memory.oom.group").write_text(f"{parent}\n")
+    assert killed_together(membership, groups) == (None if found is None else groups / found)

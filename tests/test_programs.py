@@ -123,6 +123,12 @@ def test_handlers_of_signals_are_set_where_that_is_asked() -> None:
         (3, False, "exit code 3"),
         (-9, False, "killed by SIGKILL"),
         (-11, True, "killed by SIGSEGV (core dumped)"),
+        (
+            -7,
+            False,
+            "killed by SIGBUS (mostly a full /dev/shm, through which DataLoader's workers send batches: "
+            "docker run --shm-size=8g)",
+        ),
         (-34, False, "killed by SIGRTMIN"),
         (-35, False, "killed by signal 35"),
         (-63, True, "killed by signal 63 (core dumped)"),

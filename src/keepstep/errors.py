@@ -10,7 +10,9 @@
     │   │   ├── ShapeMismatch   a consumer's tensor has another shape than the published one
     │   │   └── DtypeMismatch   a published tensor cannot be cast to the dtype of a consumer's tensor
     │   ├── AmbiguousName       two rules of a name map make the same tensor
-    │   └── BufferUnavailable   there is not enough shared memory for the buffers of a transfer
+    │   ├── BufferUnavailable   there is not enough shared memory for the buffers of a transfer
+    │   └── CallRefused         the system lacks a call that keepstep needs, or forbids it
+    ├── LimitReached            a limit of the system on processes, threads, open files or memory
     ├── UsageError              a call came at the wrong moment
     │   └── WeightsNotReady     a consumer has no complete version of the weights
     │       └── WeightsPartiallyUpdated   ... because an update was interrupted halfway
@@ -78,6 +80,14 @@ class AmbiguousName(ConfigurationError):
 
 class BufferUnavailable(ConfigurationError):
     """The buffers of a transfer do not fit into memory; the message contains the requested size."""
+
+
+class CallRefused(ConfigurationError):
+    """The system lacks a call that keepstep needs, or forbids it; the message names the call and a remedy."""
+
+
+class LimitReached(KeepstepError):
+    """A limit of the system on processes, threads, open files or memory; the message names the call and a remedy."""
 
 
 class UsageError(KeepstepError):

@@ -8,11 +8,14 @@ import contextlib
 import io
 import os
 import select
+import socket
 import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, TextIO, TypeVar
+
+from keepstep.systemcalls import refusal
 
 T = TypeVar("T")
 
@@ -28,8 +31,19 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     Meanwhile writes to ``sys.stdout`` and ``sys.stderr`` neither block nor fail. An exception of a task that no code
     awaits, or of a callback, is printed, and ends the program like one of ``main``.
     """
-    with unblocked():
-        return asyncio.run(_supervised(main))
+    try:
+        _try_what_a_loop_needs()
+        with unblocked():
+            return asyncio.run(_supervised(main))
+    finally:
+        main.close()  # if a thread for the output or the loop itself is refused, it has not begun
+
+
+def _try_what_a_loop_needs() -> None:
+    """Opens the files that a loop opens. If that fails in asyncio, its half-made loop prints a traceback at its end."""
+    first, second = socket.socketpair()
+    with first, second, first.dup():
+        pass
 
 
 async def _supervised(main: Coroutine[Any, Any, T]) -> T:
@@ -38,8 +52,9 @@ async def _supervised(main: Coroutine[Any, Any, T]) -> T:
     failures: list[BaseException] = []
 
     def failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        loop.default_exception_handler(context)
         error = context.get("exception")
+        if error is None or refusal(error) is None:
+            loop.default_exception_handler(context)
         # Others are of a connection, which has ended with it.
         if error is not None and context.keys() & {"task", "future", "handle"}:
             failures.append(error)

@@ -28,17 +28,33 @@ def free_bytes(membership: Path = _PROC, groups: Path = _GROUPS) -> int:
     return max(0, min([available, *_left_in_groups(membership, groups)]))
 
 
-def _left_in_groups(membership: Path, groups: Path) -> Iterator[int]:
-    """Yields the bytes left in each control group, from the process's own to the root. Skips groups without a limit,
-    and those that cannot be read."""
+def killed_together(membership: Path = _PROC, groups: Path = _GROUPS) -> Path | None:
+    """Returns the control group whose processes the kernel kills all together when one is out of memory; None: none.
+
+    Args:
+        membership, groups: as for `free_bytes`.
+    """
+    for folder in _own_groups(membership, groups):
+        with suppress(OSError):  # the root has no such file, and an old kernel none at all
+            if (folder / "memory.oom.group").read_text().strip() == "1":
+                return folder
+    return None
+
+
+def _own_groups(membership: Path, groups: Path) -> Iterator[Path]:
+    """Yields the folders of the process's control groups, from its own to the root; nothing if that is not known."""
     with suppress(OSError):
         names = [line.removeprefix("0::/") for line in membership.read_text().splitlines() if line.startswith("0::/")]
         for name in names:
             own = groups / name
-            for folder in (own, *own.parents):
-                if folder.is_relative_to(groups):
-                    with suppress(OSError, ValueError):  # "max" means no limit
-                        yield _left_in(folder)
+            yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(groups))
+
+
+def _left_in_groups(membership: Path, groups: Path) -> Iterator[int]:
+    """Yields the bytes left in each control group. Skips groups without a limit, and those that cannot be read."""
+    for folder in _own_groups(membership, groups):
+        with suppress(OSError, ValueError):  # "max" means no limit
+            yield _left_in(folder)
 
 
 def _left_in(folder: Path) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import os
 import pkgutil
@@ -12,10 +11,11 @@ import sys
 from typing import Any, NoReturn
 
 from keepstep.config import has_safe_path
+from keepstep.systemcalls import checked_prctl
 
 _PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>."""
-_libc = ctypes.CDLL(None, use_errno=True)
+_SIGBUS = " (mostly a full /dev/shm, through which DataLoader's workers send batches: docker run --shm-size=8g)"
 END_AT_ONCE = signal.SIGRTMAX
 """Ends a child of keepstep at once. Its parent sends it, or the kernel when the parent dies. Terminals, schedulers and
 `nohup` do not send or ignore real-time signals."""
@@ -151,8 +151,11 @@ def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
     Args:
         parent: process id of the parent.
         number: the signal.
+
+    Raises:
+        CallRefused: the system refuses it: nothing would end this process after a SIGKILL of its parent.
     """
-    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    checked_prctl(_PR_SET_PDEATHSIG, number, "PR_SET_PDEATHSIG")
     if os.getppid() != parent:
         os._exit(1)
 
@@ -191,4 +194,5 @@ def ending(status: int, *, has_dumped: bool = False) -> str:
     """
     if status >= 0:
         return f"exit code {status}"
-    return f"killed by {signal_name(-status)}" + (" (core dumped)" if has_dumped else "")
+    hint = _SIGBUS if -status == signal.SIGBUS else ""
+    return f"killed by {signal_name(-status)}" + (" (core dumped)" if has_dumped else "") + hint

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import select
@@ -13,13 +14,25 @@ import textwrap
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from tests.agent.crew import DEADLINE_S, PYTHON, Crew, Worker
 
 from keepstep.agent.spawner import SpawnerClient, SpawnerProcess, SpawnerSettings
-from keepstep.transports.spawning import LIFELINE_FD, LINK_FD, PAGE_FD, SNAPSHOTS_FD
+from keepstep.transports.spawning import (
+    LIFELINE_FD,
+    LINK_FD,
+    MAX_PACKET_BYTES,
+    PAGE_FD,
+    SNAPSHOTS_FD,
+    SpawnWorker,
+    WorkerRefused,
+    decode_report,
+    send_request,
+)
+from keepstep.worker.process.spawner import Spawner
 
 SCRIPT = str(Path(__file__).with_name("worker_script.py"))
 
@@ -502,3 +515,23 @@ def test_one_that_was_started_ahead_is_taken_or_ended(is_wanted: bool) -> None:
 
     assert (asyncio.run(start_and_stop()) == begun.pid) is is_wanted
     assert not psutil.pid_exists(begun.pid)
+
+
+def test_a_process_too_many_is_one_worker_the_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spawner and the workers that run are not concerned."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, open(os.devnull) as file:
+        spawner = Spawner(theirs, SimpleNamespace(), None, {})  # type: ignore[arg-type]  # no process is started
+        send_request(ours, SpawnWorker(7, ("script",), False, False, {}, False, False), [file.fileno()] * 4)
+        num_files = len(os.listdir("/proc/self/fd"))
+
+        def fork() -> int:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+        monkeypatch.setattr(os, "fork", fork)
+        assert spawner._answer()
+        report = decode_report(ours.recv(MAX_PACKET_BYTES))
+        assert len(os.listdir("/proc/self/fd")) == num_files
+        assert isinstance(report, WorkerRefused)
+        assert report.worker == 7
+        assert report.reason.startswith("fork: Resource temporarily unavailable: raise the limit on processes")

@@ -1,10 +1,15 @@
 """The sweeper: whose groups it ends, and whose not."""
 
+import errno
+import os
 import subprocess
 import sys
 import textwrap
 
+import pytest
 from tests.agent.crew import DEADLINE_S
+
+from keepstep.worker.process import sweeper
 
 SWEPT = """
     import ctypes, os, subprocess
@@ -59,3 +64,14 @@ def test_whose_groups_it_ends_and_when() -> None:
     )
     lines = ("read: b'' b''", "began: alive, for the spawner is", "began: -9", "ended: alive", "unknown: alive")
     assert process.stdout.splitlines() == list(lines), process.stderr
+
+
+def test_the_spawners_exit_is_awaited_without_the_kernels_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_pid: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    parents = [7, 7, 1]
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    monkeypatch.setattr(os, "getppid", lambda: parents.pop(0))
+    sweeper._await_exit(7)
+    assert parents == []

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from keepstep.launcher.cluster import hosting
 from keepstep.launcher.cluster.hosting import EXIT_SUPERSEDED, HostedController
 from keepstep.protocol.recovery import RecoverySettings
 from keepstep.trace.record import runfolder
@@ -34,3 +38,13 @@ def test_a_controller_that_has_ended_before_its_job_is_started_again(tmp_path: P
     command = (sys.executable, "-c", SCRIPT, str(tmp_path), str(code))
     assert asyncio.run(HostedController(command, tmp_path, "secret").run()) == 3
     assert (tmp_path / "lives").read_text().splitlines() == ["", how]
+
+
+@pytest.mark.parametrize("script", ["exit 3", "kill -9 $$"])
+def test_an_end_that_the_kernel_does_not_report_is_found(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_pid: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    found = asyncio.run(hosting.ended(subprocess.Popen(["/bin/sh", "-c", script])))
+    assert found == {"exit 3": (3, "exit code 3"), "kill -9 $$": (-9, "killed by SIGKILL")}[script]

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
 
 from keepstep.agent.durations import longest_phases
@@ -20,6 +21,7 @@ from keepstep.agent.snapshots import SnapshotMemory
 from keepstep.agent.spawner import SpawnerClient, SpawnerProcess
 from keepstep.background import BackgroundTasks
 from keepstep.errors import ProtocolError, RemoteProtocolError
+from keepstep.freememory import killed_together
 from keepstep.programs import ending
 from keepstep.protocol.messages import (
     AnyMessage,
@@ -58,10 +60,12 @@ from keepstep.shared import lifeline, tagpage
 from keepstep.transports.framing import FrameDecoder, frame
 from keepstep.transports.interface import Connected, ControllerConnection
 from keepstep.transports.spawning import (
+    SpawnerFailed,
     SpawnerReady,
     SpawnerReport,
     SpawnWorker,
     WorkerExited,
+    WorkerRefused,
     WorkerSpawned,
 )
 
@@ -101,6 +105,7 @@ class Agent:
         self.left: Leave | None = None
         """How and why the controller has ended this node's part of the job; None if it has not."""
         self._lost_spawner = False
+        self._why_lost = ""
         self._spawner = SpawnerClient(self._background.guarded(self._spawner_reported), self._spawner_lost)
 
     def _new_machine(self) -> AgentMachine:
@@ -125,6 +130,13 @@ class Agent:
             PeerLost: the spawner did not start.
             ConfigurationError: see `DeviceGuard.start`.
         """
+        if (group := killed_together()) is not None:
+            print(
+                f"keepstep: memory.oom.group is 1 in {group}: if a process of this node runs out of memory, the kernel "
+                "kills all of them, the agent too, and no rank on this node can be replaced: set it to 0",
+                file=sys.stderr,
+                flush=True,
+            )
         looking = asyncio.create_task(self._guard.start())
         try:
             ready = await self._spawner.start(self.settings.spawner, begun)
@@ -303,13 +315,19 @@ class Agent:
         match report:
             case SpawnerReady():
                 self.worker_bytes = report.worker_bytes
+            case SpawnerFailed():
+                self._why_lost = f": {report.reason}"
             case WorkerSpawned():
                 worker = self.workers[report.worker]
                 worker.pid = report.pid
                 self._machine.spawned(report.worker, report.pid)
                 self._act()
+            case WorkerRefused():
+                self._background.begin(self._exited(report.worker, Cause.EXIT, report.reason, report.at_s))
             case WorkerExited():
-                self._background.begin(self._exited(report))
+                cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
+                how = ending(report.status, has_dumped=report.has_dumped) if report.status else ""
+                self._background.begin(self._exited(report.worker, cause, how, report.at_s))
 
     def _spawner_lost(self) -> None:
         """Ends this node's part of the job: its workers die with the spawner, and it cannot start new ones."""
@@ -320,10 +338,11 @@ class Agent:
         """Returns how this node's part of the job has ended if the spawner has died; else None."""
         if not self._lost_spawner:
             return None
-        return EndJob(EXIT_FAILED, "the process that starts workers died, and its workers with it")
+        return EndJob(EXIT_FAILED, f"the process that starts workers died, and its workers with it{self._why_lost}")
 
-    async def _exited(self, report: WorkerExited) -> None:
-        worker = self.workers.get(report.worker)
+    async def _exited(self, number: int, cause: Cause, how: str, at_s: float) -> None:
+        """Reports the end of a worker. ``how`` is empty for exit code 0, which may be a normal end."""
+        worker = self.workers.get(number)
         if worker is None:
             return
         await asyncio.wait({worker.listener}, timeout=DRAIN_DEADLINE_S)
@@ -331,10 +350,7 @@ class Agent:
         self.step_durations_s += tagpage.step_durations(worker.page.events_since(0))
         self._watch_first_step(worker)
         self._phases.gather(self.workers.values())  # of all workers: the job may end now
-        cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
-        how = ending(report.status, has_dumped=report.has_dumped) if report.status else ""  # 0 may be a normal end
-        snapshots = self._snapshots.of(report.worker)
-        self._machine.exited(report.worker, cause, how, view.tag, report.at_s, snapshots)
+        self._machine.exited(number, cause, how, view.tag, at_s, self._snapshots.of(number))
         self._drop(worker)
         self._act()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from keepstep.agent.spawner import SpawnerSettings
 from keepstep.programs import first_on_path
 from keepstep.protocol.deadlines import DEADLINES, Deadlines
+from keepstep.systemcalls import loopback
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class NodePlace:
     @classmethod
     def alone(cls, num_ranks: int, num_spares: int) -> NodePlace:
         """Returns the place of a job's only node."""
-        return cls(socket.gethostname(), num_ranks, num_ranks, num_ranks + num_spares)
+        return cls(socket.gethostname(), num_ranks, num_ranks, num_ranks + num_spares, address=loopback())
 
 
 class HealthMode(enum.StrEnum):

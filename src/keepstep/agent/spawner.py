@@ -17,9 +17,11 @@ from keepstep.errors import PeerLost
 from keepstep.programs import own_command
 from keepstep.transports.spawning import (
     MAX_PACKET_BYTES,
+    SpawnerFailed,
     SpawnerReady,
     SpawnerReport,
     SpawnWorker,
+    WorkerRefused,
     WorkerSpawned,
     decode_report,
     send_request,
@@ -110,6 +112,7 @@ class SpawnerClient:
 
         Raises:
             PeerLost: the process ended, or was not ready in time.
+            CallRefused, LimitReached: the system refuses a call that it needs.
         """
         loop = asyncio.get_running_loop()
         if begun is not None and begun.settings != settings:
@@ -182,7 +185,9 @@ class SpawnerClient:
         report = decode_report(data)
         if isinstance(report, SpawnerReady) and not self._ready.done():
             self._ready.set_result(report)
+        if isinstance(report, SpawnerFailed) and not self._ready.done():
+            self._ready.set_exception(report.error)
         self._on_report(report)
-        if isinstance(report, WorkerSpawned):
+        if isinstance(report, WorkerSpawned | WorkerRefused):
             self._answered = True
             self._send_next()

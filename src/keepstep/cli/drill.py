@@ -15,7 +15,9 @@ from keepstep.drill.drill import Drill, is_good, run_drill
 from keepstep.drill.faults import parse
 from keepstep.drill.workdir import check_patterns
 from keepstep.launcher.flags import job_options, make_parser, parse_flags
+from keepstep.launcher.job import temporary_folder
 from keepstep.launcher.recording import make_folder
+from keepstep.systemcalls import check_locks
 from keepstep.trace.targets import check_target, write_whole
 from keepstep.trace.timeline.describe import as_json
 from keepstep.trace.timeline.run import opened
@@ -30,7 +32,7 @@ def main(arguments: list[str]) -> int:
     parser = _parser()
     chosen = parse_flags(parser, arguments)
     # Each of the two runs gets its own folder below the drill's later on.
-    options = job_options(chosen, Path(tempfile.gettempdir()))
+    options = job_options(chosen, temporary_folder() if chosen.run_dir is None else Path(chosen.run_dir))
     world_size = options.recovery.world_size
     faults = parse(chosen.faults, world_size) if chosen.faults is not None else None
     drill = Drill(faults, chosen.weather, patterns=check_patterns(chosen.compare), awaits_spares=not chosen.strike_cold)
@@ -89,4 +91,4 @@ def _folder(name: str | None) -> Iterator[Path]:
         yield make_folder("--run-dir", Path(name), 0o700)
         return
     with tempfile.TemporaryDirectory(prefix="keepstep-drill-") as folder:
-        yield Path(folder)
+        yield check_locks(Path(folder))

@@ -13,6 +13,7 @@ import importlib
 import keepstep
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.programs import begin
+from keepstep.systemcalls import needed, tell_of_threads
 
 EXIT_USAGE = 2
 COMMANDS = {
@@ -35,6 +36,7 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Runs ``keepstep`` and returns its exit code."""
     begin()
+    tell_of_threads()
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="keepstep", description="Lose a device, keep the step.")
     parser.add_argument("--version", action="version", version=f"keepstep {keepstep.__version__}")
@@ -43,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         commands.add_parser(name, help=text, add_help=False)
     chosen, rest = parser.parse_known_args(arguments[:1]), arguments[1:]
     try:
-        return _run(chosen[0].command, rest)
+        with needed():
+            return _run(chosen[0].command, rest)
     except ConfigurationError as error:
         print(f"keepstep {chosen[0].command}: {error}", file=sys.stderr)
         return EXIT_USAGE

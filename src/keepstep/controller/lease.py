@@ -25,8 +25,9 @@ from types import TracebackType
 
 import msgspec
 
-from keepstep.errors import ConfigurationError, LeaseLost
+from keepstep.errors import ConfigurationError, KeepstepError, LeaseLost
 from keepstep.protocol.lease import FIRST, Candidate, Holder, Lease, Replace
+from keepstep.systemcalls import lock
 from keepstep.trace.record.jobclock import this_machine
 
 FOLDER = "lease"
@@ -87,7 +88,7 @@ class RunLease:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.write(descriptor, msgspec.json.encode(Who(socket.gethostname(), os.getpid(), _place())))
         os.fsync(descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor, self._folder.parent, fcntl.LOCK_EX)
         return descriptor
 
     # ---- while another process holds it ------------------------------------------------------------------------------
@@ -240,8 +241,8 @@ class RunLease:
         except OSError:
             return True  # unknown
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
+            lock(descriptor, self._folder.parent, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (OSError, KeepstepError):
             return True
         finally:
             os.close(descriptor)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import resource
 import socket
 import sys
 import time
@@ -20,6 +19,7 @@ from keepstep.programs import begin, end_with_parent, leave, leave_signals_to_pa
 from keepstep.protocol.relay.bundle import NodeConnected, NodeSaid, PacketBundle
 from keepstep.protocol.relay.gathering import BEAT_S, Gathering
 from keepstep.protocol.transfer.directory import PublishingNode
+from keepstep.systemcalls import needed, open_files
 from keepstep.transports.interface import Arrival, Connected, RelayLost
 from keepstep.transports.relay import wire
 from keepstep.transports.relay.pipe import Pipe
@@ -144,12 +144,12 @@ def main() -> None:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     end_with_parent(parent)
     leave_signals_to_parent()  # the relay ends when the controller closes the socket
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection takes one
+    open_files()  # each connection takes one
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
     try:
-        eventloop.run(serve(descriptor))
+        with needed():
+            eventloop.run(serve(descriptor))
     except KeepstepError as error:
         print(f"keepstep relay: {error}", file=sys.stderr, flush=True)
         leave(1)

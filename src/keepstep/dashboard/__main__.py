@@ -16,7 +16,9 @@ import uvicorn
 from keepstep import eventloop
 from keepstep.dashboard.app import Dashboard
 from keepstep.dashboard.settings import ServerSettings
+from keepstep.errors import KeepstepError
 from keepstep.programs import begin, leave_signals_to_parent
+from keepstep.systemcalls import needed
 
 NICENESS = 19
 """Training has priority: on a machine without idle time, the dashboard gets about a hundredth of a core."""
@@ -69,11 +71,17 @@ def main() -> None:
     """Runs until standard input ends."""
     begin()
     leave_signals_to_parent()
-    os.nice(NICENESS)
-    with contextlib.suppress(OSError):  # a container may forbid it; then the niceness remains
+    with contextlib.suppress(OSError):  # a container may forbid either; then what is allowed remains
+        os.nice(NICENESS)
+    with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # it never preempts the job
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerSettings)
-    eventloop.run(_serve(settings))
+    try:
+        with needed():
+            eventloop.run(_serve(settings))
+    except KeepstepError as error:
+        print(f"keepstep dashboard: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,14 @@ import msgspec
 from keepstep.dashboard.settings import ServerSettings
 from keepstep.errors import ConfigurationError, PeerLost
 from keepstep.programs import ending, own_command
+from keepstep.systemcalls import loopback
 
 DEFAULT = "127.0.0.1:7117"
 TOKEN = "viewer.token"
 START_DEADLINE_S = 30.0
 END_DEADLINE_S = 5.0
+LAST_S = 1.0
+"""How long a process that has closed its socket may take to exit, so that its exit code is known."""
 UNREAD_MS = 20_000
 """The kernel ends a connection if sent data stays unacknowledged for this long (TCP_USER_TIMEOUT)."""
 BACKLOG = 1024
@@ -46,7 +49,9 @@ def listen(address: str, flag: str) -> socket.socket:
     if missing:
         raise ConfigurationError(f"{flag}: {', '.join(missing)} is missing: pip install 'keepstep[dashboard]'")
     host, _, port = address.rpartition(":")
-    host = host.strip("[]") or "127.0.0.1"
+    host = host.strip("[]") or loopback()
+    if address == DEFAULT:
+        host = loopback()
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigurationError(f"{flag} {address}: must be HOST:PORT, for example {DEFAULT}")
     try:
@@ -120,7 +125,9 @@ def _await_ready(process: subprocess.Popen[bytes], url: str) -> None:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=START_DEADLINE_S):
             return
     except (OSError, urllib.error.URLError) as error:
-        status = process.poll()
+        status = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(LAST_S)
         how = f"has ended: {ending(status)}" if status is not None else f"did not answer: {error}"
         raise PeerLost(f"the dashboard's process {how}") from error
 

@@ -11,7 +11,6 @@ import itertools
 import os
 import re
 import signal
-import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from keepstep.launcher.job import JobOptions, fresh_run_dir
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
 from keepstep.programs import DRAIN_ON
 from keepstep.protocol.deadlines import DEADLINES
+from keepstep.systemcalls import bound, check_system, loopback
 
 LOOPBACK = "127.0.0.1"
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
@@ -158,6 +158,7 @@ def agent_settings(arguments: argparse.Namespace, place: NodePlace, run_dir: Pat
     in_job = _job_environment(arguments, place)
     # Folders are created last, so that a refused job leaves none behind.
     output = _output(arguments, range(place.slots))
+    check_system()
     if run_dir is None:
         named = arguments.run_dir is not None
         run_dir = make_folder("--run-dir", Path(arguments.run_dir), 0o700) if named else fresh_run_dir()
@@ -255,26 +256,24 @@ def _master(arguments: argparse.Namespace, place: NodePlace) -> tuple[str, int]:
         is_named = arguments.master_addr != LOOPBACK or not meeting
         return (arguments.master_addr if is_named else meeting), port or MASTER_PORT
     if port is not None:
-        _check_port(port)
-    return arguments.master_addr, port or _free_port()
+        _check_port(loopback(), port)
+    own = loopback()
+    return (own if arguments.master_addr == LOOPBACK else arguments.master_addr), port or _free_port(own)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
+def _free_port(host: str) -> int:
+    with bound(host, 0) as probe:
         return int(probe.getsockname()[1])
 
 
-def _check_port(port: int) -> None:
+def _check_port(host: str, port: int) -> None:
     """Raises `ConfigurationError` if the port is in use. keepstep does not open it, but the script will."""
     if not 1 <= port <= 65535:
         raise ConfigurationError(f"--master-port {port}: allowed are 1 to 65535")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores connections in TIME_WAIT
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ConfigurationError(f"--master-port {port}: {error.strerror}; choose another") from error
+    try:
+        bound(host, port).close()
+    except OSError as error:
+        raise ConfigurationError(f"--master-port {port}: {error.strerror}; choose another") from error
 
 
 def _output(arguments: argparse.Namespace, everyone: range) -> OutputSettings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 import shutil
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from keepstep.agent.settings import AgentSettings
 from keepstep.agent.spawner import SpawnerProcess
 from keepstep.config import RESCUE_PREFIX
 from keepstep.controller.controller import Controller
-from keepstep.errors import ConfigurationError
+from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.freememory import free_bytes
 from keepstep.launcher import control
 from keepstep.launcher.recording import Outputs, record_run
@@ -25,6 +26,7 @@ from keepstep.launcher.signals import EndSignals, end_signals, ended_by
 from keepstep.protocol.controller import ControllerMachine
 from keepstep.protocol.messages import EndJob, printable
 from keepstep.protocol.recovery import EXIT_FAILED, RecoverySettings
+from keepstep.systemcalls import check_locks
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.recorder import Recorder
 from keepstep.trace.timeline.describe import describe
@@ -66,8 +68,32 @@ Companion = Callable[[Job], Awaitable[None]]
 
 
 def fresh_run_dir() -> Path:
-    """Creates a run folder below the system's temporary folder."""
-    return Path(tempfile.mkdtemp(prefix="keepstep-"))
+    """Creates a run folder below the system's temporary folder.
+
+    Raises:
+        ConfigurationError: it cannot be created.
+    """
+    run_dir = temporary_folder() / f"keepstep-{secrets.token_hex(4)}"
+    run_dir.mkdir(0o700)
+    try:
+        return check_locks(run_dir)
+    except (OSError, KeepstepError):
+        run_dir.rmdir()
+        raise
+
+
+def temporary_folder() -> Path:
+    """Returns the system's folder for temporary files.
+
+    Raises:
+        ConfigurationError: there is none in which this user can write.
+    """
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError as error:
+        raise ConfigurationError(
+            f"{error.strerror}: set TMPDIR to a folder in which this user can write, or name one with --run-dir"
+        ) from error
 
 
 def run_job(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.protocol.controller import JournalEntry
+from keepstep.systemcalls import check_locks
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.recorder import Recorder
 from keepstep.trace.targets import check_target, replacing, write_whole
@@ -80,7 +81,8 @@ def make_folder(flag: str, path: Path, mode: int = 0o777) -> Path:
             other: who can write there can take the run over.
 
     Raises:
-        ConfigurationError: it cannot be created, is not writable, or others can write there.
+        ConfigurationError: it cannot be created, is not writable, others can write there, or has no locks (without
+            access for others, which is a run's).
     """
     is_there = path.exists()
     try:
@@ -96,7 +98,7 @@ def make_folder(flag: str, path: Path, mode: int = 0o777) -> Path:
         )
     if not os.access(path, os.W_OK):
         raise ConfigurationError(f"{flag} {path}: not writable")
-    return path
+    return path if mode & 0o077 else check_locks(path)
 
 
 def record_run(

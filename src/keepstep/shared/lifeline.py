@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 
 from keepstep.errors import InternalError
+from keepstep.systemcalls import memory_file
 
 _PTHREAD_PROCESS_SHARED = 1
 _PTHREAD_MUTEX_ROBUST = 1
@@ -77,8 +78,7 @@ def create(name: str) -> int:
     Raises:
         InternalError: the mutex cannot be initialised.
     """
-    descriptor = os.memfd_create(f"keepstep-{name}", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, mmap.PAGESIZE)
+    descriptor = memory_file(name, mmap.PAGESIZE)
     with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
         attributes = ctypes.create_string_buffer(_ATTRIBUTE_BYTES)
         _libc.pthread_mutexattr_init(attributes)

@@ -23,6 +23,7 @@ import xxhash
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import SnapshotsByRank
 from keepstep.protocol.snapshots import slot_to_replace
+from keepstep.systemcalls import memory_file
 
 _STRIDE = 1 << 44
 """Distance between two slots in bytes: more than the memory of any machine."""
@@ -53,9 +54,7 @@ def create(name: str) -> int:
     Args:
         name: a name for people, shown in ``/proc/PID/fd`` only. It is no path.
     """
-    descriptor = os.memfd_create(f"keepstep-{name}", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, _PAGE)
-    return descriptor
+    return memory_file(name, _PAGE)
 
 
 def whole_snapshots(descriptor: int) -> list[WholeSnapshot]:

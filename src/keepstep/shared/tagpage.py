@@ -33,7 +33,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import mmap
-import os
 import struct
 import threading
 import time
@@ -42,6 +41,7 @@ import zlib
 from keepstep.protocol.messages import Tag
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
+from keepstep.systemcalls import memory_file
 
 RING_EVENTS = 4096
 """Size of the ring: the last 800 steps with five phase changes each, in 160 KiB. Enough for any recovery."""
@@ -121,9 +121,7 @@ def create(name: str) -> int:
     Args:
         name: a name for people, shown in ``/proc/PID/fd`` only. It is no path.
     """
-    descriptor = os.memfd_create(f"keepstep-{name}", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, PAGE_BYTES)
-    return descriptor
+    return memory_file(name, PAGE_BYTES)
 
 
 def step_durations(events: list[PhaseEvent]) -> list[float]:

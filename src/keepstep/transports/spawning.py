@@ -6,13 +6,13 @@ interpreter. It reports how they ended.
 
 from __future__ import annotations
 
-import os
 import socket
 from typing import TypeAlias
 
 import msgspec
 
-from keepstep.errors import RemoteProtocolError
+from keepstep.errors import CallRefused, KeepstepError, LimitReached, RemoteProtocolError
+from keepstep.systemcalls import memory_file
 
 MAX_PACKET_BYTES = 4096
 """Limit of a report. A request travels in an anonymous file, as a script's arguments may be longer than any packet."""
@@ -38,11 +38,32 @@ class SpawnerReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     worker_bytes: int
 
 
+class SpawnerFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The system refuses a call that the spawner needs, so it ends. The reason has the call and a remedy."""
+
+    reason: str
+    is_limit: bool
+    """Whether a limit is reached; otherwise the call is missing or forbidden."""
+
+    @property
+    def error(self) -> KeepstepError:
+        """The error for the agent's side."""
+        return LimitReached(self.reason) if self.is_limit else CallRefused(self.reason)
+
+
 class WorkerSpawned(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The spawner has started the worker's process."""
 
     worker: int
     pid: int
+
+
+class WorkerRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The system starts no process for the worker. The reason has the call and a remedy."""
+
+    worker: int
+    reason: str
+    at_s: float
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -56,7 +77,7 @@ class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     at_s: float
 
 
-SpawnerReport: TypeAlias = SpawnerReady | WorkerSpawned | WorkerExited
+SpawnerReport: TypeAlias = SpawnerReady | SpawnerFailed | WorkerSpawned | WorkerRefused | WorkerExited
 _reports: msgspec.json.Decoder[SpawnerReport] = msgspec.json.Decoder(SpawnerReport)
 _requests = msgspec.json.Decoder(SpawnWorker)
 
@@ -71,7 +92,7 @@ _MAX_DESCRIPTORS = 7
 
 def send_request(endpoint: socket.socket, request: SpawnWorker, descriptors: list[int]) -> None:
     """Sends a request with its descriptors. The caller keeps its own copies, and must close them."""
-    with open(os.memfd_create("keepstep-request"), "wb", buffering=0) as file:
+    with open(memory_file("request"), "wb", buffering=0) as file:
         file.write(msgspec.json.encode(request))
         socket.send_fds(endpoint, [b"r"], [file.fileno(), *descriptors])
 

@@ -27,6 +27,7 @@ from keepstep.protocol.messages import (
     WorkerReport,
     text,
 )
+from keepstep.systemcalls import refusal
 from keepstep.transports.framing import FrameDecoder, frame
 
 EXIT_ORPHANED = 3
@@ -152,9 +153,15 @@ class Link:
         """Handles what the agent sends. Ends the process when the agent is gone, or sends what cannot be handled."""
         try:
             self._handle_all()
-        except BaseException:  # of any kind: a rank that hears no order any more must not train on
-            traceback.print_exc()
-            print("keepstep: this worker cannot handle what its agent sends, so it ends", file=sys.stderr, flush=True)
+        except BaseException as error:  # of any kind: a rank that hears no order any more must not train on
+            if (refused := refusal(error)) is None:
+                traceback.print_exc()
+            print(
+                f"keepstep: this worker cannot handle what its agent sends, so it ends{'' if refused is None else ': '}"
+                f"{refused or ''}",
+                file=sys.stderr,
+                flush=True,
+            )
         else:
             print("keepstep: the agent of this worker is gone, so the worker ends", file=sys.stderr, flush=True)
         os._exit(EXIT_ORPHANED)

@@ -25,13 +25,14 @@ from keepstep.protocol.phases import Phase
 from keepstep.protocol.snapshots import lone_shards
 from keepstep.shared import lifeline, tagpage
 from keepstep.shared.snapshotfile import SnapshotFile
+from keepstep.systemcalls import loopback, needed
 from keepstep.weights.channels.group import Carrier
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.memory.mapping.mapped import Mapped
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkAlone
 from keepstep.worker.backends.by_device import nccl_version
-from keepstep.worker.backends.communicator import LOOPBACK, Communicator
+from keepstep.worker.backends.communicator import Communicator
 from keepstep.worker.backends.own_device import refuse_sharing
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.exchange import StartUpExchange
@@ -87,8 +88,9 @@ def init(*, seed: int = 0, rng: bool = True, timeout: timedelta | None = None) -
         the session; a second call returns the same one.
 
     Raises:
-        ConfigurationError: a process group exists already, another launcher started this process, or torch is
-            another one than those that keepstep was tested with.
+        ConfigurationError: a process group exists already, another launcher started this process, torch is another one
+            than those that keepstep was tested with, or the system lacks a call that keepstep needs (`CallRefused`).
+        LimitReached: a limit on threads, open files or memory is reached.
     """
     global _session
     if _session is None:
@@ -97,7 +99,8 @@ def init(*, seed: int = 0, rng: bool = True, timeout: timedelta | None = None) -
                 "torch.distributed is initialised already: call keepstep.init() instead of init_process_group()"
             )
         check_variables()
-        _session = Session(config.worker_config(), seed, rng, timeout)
+        with needed():
+            _session = Session(config.worker_config(), seed, rng, timeout)
         if rng:
             seed_start_up(seed)
     return _session
@@ -152,7 +155,7 @@ class Session(Loops):
         groups = GroupRegistry(
             lambda generation, name: LinkStore(link, generation, name, _STORE_TIMEOUT),
             coordination,
-            LOOPBACK if settings is None else settings.address,
+            loopback() if settings is None else settings.address,
             self.device,
         )
         coordination.groups = groups

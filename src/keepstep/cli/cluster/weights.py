@@ -17,6 +17,7 @@ from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.cluster.flags import add_secret_flag, endpoint_of
 from keepstep.launcher.cluster.trust import HOW_TO_SHARE, believing, secret_of
 from keepstep.programs import END_AT_ONCE, Disposition, Program, dispositions, end_with_parent, leave_signals_to_parent
+from keepstep.systemcalls import check_system
 from keepstep.trace.targets import check_target
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, read_private
@@ -42,6 +43,7 @@ def main(arguments: list[str]) -> int:
     ends = [number for number, disposition in dispositions(Program.VIEW).items() if disposition is Disposition.END]
     for number in (*ends, END_AT_ONCE):
         signal.signal(number, lambda _number, _frame: stop.set())
+    check_system()
     secret = secret_of(chosen)
     return _serve(chosen, secret, stop) if chosen.command == "serve" else _receive(chosen, secret, stop)
 

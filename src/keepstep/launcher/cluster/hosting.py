@@ -25,6 +25,8 @@ EXIT_USAGE = 2
 """Exit code of a controller that a `ConfigurationError` has ended. No job ends with this code."""
 EXIT_SUPERSEDED = 77
 """Exit code of a controller that has lost the lease of its run. No job ends with this code."""
+LOOK_S = 0.05
+"""How often to look for the exit of a process that the kernel does not report."""
 END_DEADLINE_S = 20.0
 """When the job ends, the controller waits up to ten seconds for its agents and then writes a report."""
 
@@ -128,7 +130,12 @@ async def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
     """Waits for the exit of a process, without a thread. Returns its exit code, and how it has ended, in words."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
-    descriptor = os.pidfd_open(process.pid)
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except OSError:  # an old kernel lacks the call, a container's profile forbids it, or there is no descriptor left
+        while (found := process.poll()) is None:  # noqa: ASYNC110 - nothing else tells of it
+            await asyncio.sleep(LOOK_S)
+        return found, ending(found)
     loop.add_reader(descriptor, lambda: None if over.done() else over.set_result(None))
     try:
         await over

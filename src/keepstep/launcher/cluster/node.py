@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import socket
 import sys
@@ -77,7 +78,9 @@ def _only_one(options: NodeOptions) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX) as held:
         try:
             held.bind(f"\0keepstep-node-{seal}")
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
             raise ConfigurationError(
                 f"node {options.agent.place.node!r} of the job at {options.endpoints[0]} is served by another process "
                 "of this machine: give each its own --node-rank or --node-name"

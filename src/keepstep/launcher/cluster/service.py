@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import resource
 import socket
 import sys
 import time
@@ -35,6 +34,7 @@ from keepstep.protocol.deadlines import LEASE_S
 from keepstep.protocol.lease import HOLD_S
 from keepstep.protocol.messages import EndJob, printable
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings
+from keepstep.systemcalls import open_files
 from keepstep.trace.record import journal, runfolder
 from keepstep.trace.record.jobclock import JobClock
 from keepstep.trace.record.recorder import Recorder
@@ -205,8 +205,7 @@ async def _serve(
     is_restarted: bool,
 ) -> dict[str, Any]:
     with contextlib.closing(ControllerStores(options.run_dir, is_durable=options.is_durable)) as stores:
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection takes one
+        open_files()  # each connection takes one
         connections = _connections(options, lease.term)
         port = await connections.start(*split(options.listen), options.tls)
         print(f"keepstep: controller listens on port {port}", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ import msgspec
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.messages import printable
 from keepstep.protocol.recovery import RecoverySettings
+from keepstep.systemcalls import lock
 from keepstep.trace.record.jobclock import JobClock, this_machine
 from keepstep.trace.targets import write_whole
 
@@ -140,18 +141,18 @@ def occupied(folder: Path, *, is_displacing: bool = False) -> Iterator[None]:
             run's lease to this one. Then the lock file is replaced.
 
     Raises:
-        ConfigurationError: another job holds the lock.
+        ConfigurationError: another job holds the lock, or the file system has no locks.
     """
-    lock = folder / _LOCK
+    path = folder / _LOCK
     name = f"{_LOCK}.{secrets.token_hex(4)}" if is_displacing else _LOCK
     descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor, folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigurationError(f"--run-dir {folder}: another job is running there; name another folder") from None
         if is_displacing:
-            (folder / name).replace(lock)
+            (folder / name).replace(path)
         yield
     finally:
         os.close(descriptor)
@@ -164,7 +165,7 @@ def is_occupied(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock(descriptor, folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:

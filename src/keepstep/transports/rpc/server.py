@@ -10,7 +10,6 @@ results are in ``benchmarks/results``. gRPC does not report their addresses.
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
 import sys
 import time
@@ -23,6 +22,7 @@ import grpc.aio
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError, TokenRefused
 from keepstep.protocol.messages import AnyMessage, printable
+from keepstep.systemcalls import open_files
 from keepstep.transports.codec import encode
 from keepstep.transports.framing import framed
 from keepstep.transports.interface import Arrival, Connected
@@ -265,8 +265,7 @@ def _settings() -> list[tuple[str, int]]:
 
 def num_connections() -> int:
     """Returns how many connections the server accepts in all, which may be fewer by the limit on open files."""
-    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(2, min(MAX_CONNECTIONS + MAX_STRANGERS, soft - OTHER_DESCRIPTORS))
+    return max(2, min(MAX_CONNECTIONS + MAX_STRANGERS, open_files() - OTHER_DESCRIPTORS))
 
 
 def num_strangers() -> int:

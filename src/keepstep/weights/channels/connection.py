@@ -20,6 +20,7 @@ from typing import TypeVar
 from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import BufferUnavailable, PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import MAX_BODY_BYTES, AnyTransferMessage, PathLost, decode, encode
+from keepstep.systemcalls import memory_file
 
 INLINE_BYTES = 1 << 15
 """Longer messages travel in a file. Well below the 208 KiB that Linux lets a socket hold."""
@@ -78,7 +79,7 @@ class Connection:
         if len(body) <= INLINE_BYTES:
             self._send(_INLINE + body, descriptors, until_s)
             return
-        with open(os.memfd_create("keepstep-message", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+        with open(memory_file("message"), "wb", buffering=0) as file:
             try:
                 is_whole = file.write(body) == len(body)
             except OSError:  # beyond RLIMIT_FSIZE

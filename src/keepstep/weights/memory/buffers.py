@@ -26,6 +26,7 @@ import torch
 from keepstep.errors import BufferUnavailable, ConfigurationError, RemoteProtocolError
 from keepstep.freememory import free_bytes
 from keepstep.protocol.transfer.messages import BufferPlace
+from keepstep.systemcalls import memory_file
 from keepstep.weights.memory.bytes_of import copy_bytes
 from keepstep.weights.memory.gpu_buffers import GpuBuffer
 
@@ -86,7 +87,7 @@ class SlotBuffer:
         size = num_slots * slot_bytes
         if size > free_bytes():
             raise BufferUnavailable(_unavailable(size, num_slots, "not enough memory is available"))
-        descriptor = os.memfd_create("keepstep-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = memory_file("slots", flags=os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             with _without_signal(signal.SIGXFSZ):
                 os.posix_fallocate(descriptor, 0, size)

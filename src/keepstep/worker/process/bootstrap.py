@@ -8,6 +8,7 @@ import gc
 import io
 import os
 import runpy
+import socket
 import sys
 import sysconfig
 import threading
@@ -19,10 +20,12 @@ from typing import Any
 
 import torch
 
-from keepstep.config import has_no_rank, has_safe_path, rank_environment, spare_to_park
-from keepstep.errors import ConfigurationError, StepInterrupted, UsageError
+from keepstep.config import has_no_rank, has_safe_path, rank_environment, spare_to_park, worker_config
+from keepstep.errors import CallRefused, ConfigurationError, LimitReached, StepInterrupted, UsageError
 from keepstep.programs import begin, first_on_path, flush, is_container
 from keepstep.protocol.messages import WorkerFailed, text
+from keepstep.systemcalls import own_refusal
+from keepstep.worker.link import Link
 from keepstep.worker.parking import park
 from keepstep.worker.session import current_session
 
@@ -179,8 +182,12 @@ def _fail(error: BaseException) -> None:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
+    refused = own_refusal(error)
     try:
-        sys.excepthook(type(error), error, error.__traceback__)
+        if refused is not None and _is_usual(sys.excepthook):
+            print(f"keepstep: {refused}", file=sys.stderr)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
     except BaseException as failure:  # as Python prints it where a script's own hook fails
         print("Error in sys.excepthook:", file=sys.stderr)
         traceback.print_exception(failure.with_traceback(_of_the_script(failure.__traceback__)))
@@ -188,14 +195,22 @@ def _fail(error: BaseException) -> None:
         traceback.print_exception(error)
     _explain(error)
     flush()
-    _report(error)
+    _report(refused or error)
+
+
+def _is_usual(hook: object) -> bool:
+    """Whether a hook for exceptions only prints them: Python's, or torch's, which puts the rank in front."""
+    return hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch.")
 
 
 def _report(error: BaseException) -> None:
     session = current_session()
-    if session is None:
+    if session is not None:
+        link = session._coordination.link
+    elif isinstance(error, CallRefused | LimitReached) and (settings := worker_config()) is not None:
+        link = Link(socket.socket(fileno=settings.link_fd), settings.worker)  # init() has failed
+    else:
         return
-    link = session._coordination.link
     fatal = isinstance(error, (ConfigurationError, UsageError))
     trace = "".join(traceback.format_exception(error))[-16000:]
     link.send(WorkerFailed(link.worker, text(f"{type(error).__name__}: {error}"), text(trace, 16000), fatal))

@@ -16,7 +16,6 @@ import gc
 import importlib
 import io
 import os
-import resource
 import select
 import signal
 import socket
@@ -30,16 +29,20 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from keepstep.errors import CallRefused, LimitReached
 from keepstep.programs import begin, end_with_parent, flush, leave, leave_signals_to_parent, own_command
+from keepstep.systemcalls import open_files, refusal
 from keepstep.transports.spawning import (
     LIFELINE_FD,
     LINK_FD,
     PAGE_FD,
     SNAPSHOTS_FD,
+    SpawnerFailed,
     SpawnerReady,
     SpawnerReport,
     SpawnWorker,
     WorkerExited,
+    WorkerRefused,
     WorkerSpawned,
     receive_request,
 )
@@ -94,7 +97,13 @@ class Spawner:
         request, descriptors = received
         parent = os.getpid()
         read, begun = os.pipe()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # a limit on processes or memory; the workers that run are not concerned
+            for descriptor in (*descriptors, read, begun):
+                os.close(descriptor)
+            self._report(WorkerRefused(request.worker, str(refusal(error, "fork") or error), time.monotonic()))
+            return True
         if pid == 0:
             os.close(read)
             self._become_worker(request, descriptors, parent, begun)
@@ -269,20 +278,30 @@ def main() -> None:
     parser.add_argument("--preload-path")
     gc.disable()  # imports make no garbage, and looking for it takes a quarter of the time of importing torch
     arguments = parser.parse_args()
-    os.setsid()
-    end_with_parent(arguments.parent)
-    sweeper = Sweeper()
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    run_script = preload(arguments.preload, arguments.preload_path) if arguments.fork else None
-    gc.freeze()  # forked workers then share the interpreter's objects instead of copying them
-    gc.enable()
+    endpoint = socket.socket(fileno=arguments.fd)
     try:
-        Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script, on_signals).serve()
-    except BaseException:  # its objects are frozen, so it must not end as an interpreter does
-        traceback.print_exc()
+        os.setsid()
+        end_with_parent(arguments.parent)
+        sweeper = Sweeper()
+        open_files()
+        run_script = preload(arguments.preload, arguments.preload_path) if arguments.fork else None
+        gc.freeze()  # forked workers then share the interpreter's objects instead of copying them
+        gc.enable()
+        Spawner(endpoint, sweeper, run_script, on_signals).serve()
+    except BaseException as error:  # its objects are frozen, so it must not end as an interpreter does
+        _tell(endpoint, error)
         leave(1)
     leave(0)
+
+
+def _tell(endpoint: socket.socket, error: BaseException) -> None:
+    """Reports the refusal of a system call to the agent, which prints it. Prints any other error."""
+    refused = error if isinstance(error, CallRefused | LimitReached) else refusal(error)
+    if refused is None:
+        traceback.print_exc()
+        return
+    with contextlib.suppress(OSError):  # the agent is gone
+        endpoint.send(msgspec.json.encode(SpawnerFailed(str(refused), isinstance(refused, LimitReached))))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,14 @@ import contextlib
 import os
 import select
 import signal
+import time
 
 from keepstep.programs import begin
 
 EXIT_DEADLINE_S = 5.0
 """How long to wait for the spawner's exit after it has closed its files. It has nothing else left to do."""
+LOOK_S = 0.01
+"""How often to look for that exit, if the kernel does not report it."""
 _NUMBER = "i"
 """A PID as a C int. A pipe transfers a few bytes in one piece (`man 7 pipe`)."""
 
@@ -88,6 +91,11 @@ def _await_exit(spawner: int) -> None:
     try:
         process = os.pidfd_open(spawner)
     except ProcessLookupError:
+        return
+    except OSError:  # an old kernel lacks the call, or a container's profile forbids it
+        until_s = time.monotonic() + EXIT_DEADLINE_S
+        while os.getppid() == spawner and time.monotonic() < until_s:
+            select.select([], [], [], LOOK_S)
         return
     if os.getppid() == spawner:  # otherwise the PID may belong to another process by now
         poll = select.poll()

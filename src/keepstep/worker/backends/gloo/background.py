@@ -7,8 +7,9 @@ no future for one either. Starting a thread takes longer than a small message, s
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
+
+from keepstep.systemcalls import start_thread
 
 MAX_IDLE = 16
 """Number of idle threads that are kept: more than a pipeline stage has messages in flight with its neighbours."""
@@ -24,7 +25,7 @@ def in_background(function: Callable[..., None], *arguments: object) -> None:
         tasks = _idle.pop()
     except IndexError:
         tasks = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=[tasks], name="keepstep-gloo", daemon=True).start()
+        start_thread(_serve, tasks, name="keepstep-gloo")
     tasks.put((function, arguments))
 
 

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
+from keepstep.systemcalls import check_threads, start_thread
 from keepstep.worker.backends.building import built
 from keepstep.worker.backends.communicator import (
     LOOPBACK,
@@ -45,6 +46,9 @@ FREED_S = 0.003
 POLL_INTERVAL_S = 0.01
 """Interval of polling gloo's threads. Longer than the 5 ms after which a thread that waits for the GIL wakes up."""
 
+_NUM_THREADS = 4
+"""The threads that building a communicator starts: two that run collectives, one of gloo's device, and keepstep's own.
+Where one of the first two cannot be started, torch calls `std::terminate` (2.13 to 2.15)."""
 _UNUSED_TAG = 0x7FFF_FFFF
 """A tag that no message carries."""
 
@@ -95,8 +99,10 @@ class GlooCommunicator(OwnTraffic):
         Raises:
             RuntimeError: a member did not connect in time, or `abort` was called meanwhile.
             PeerLost: from ``store``.
+            LimitReached: no further threads can be started.
         """
         self._rank, self._size = rank, size
+        check_threads(_NUM_THREADS)
         with self._connections.recording(), self._threads.recording():
             communicator = self._built(store, connect_deadline)
         self._threads.check()
@@ -128,7 +134,7 @@ class GlooCommunicator(OwnTraffic):
             communicator = self._communicator if self._in_flight.all() else None
         self._connections.cut()
         if first and communicator is not None:
-            threading.Thread(target=self._free_all, args=[communicator], name="keepstep-free", daemon=True).start()
+            start_thread(self._free_all, communicator, name="keepstep-free")
 
     def close(self) -> None:
         """Lets no operation begin any more. Aborts the communicator if one is in flight, else keeps its connections.

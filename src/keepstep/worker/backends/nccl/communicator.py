@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import ErrorType, Store
 from keepstep.errors import UsageError
 from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
+from keepstep.systemcalls import start_thread
 from keepstep.worker.backends.building import built
 from keepstep.worker.backends.communicator import (
     CommunicatorAborted,
@@ -127,7 +128,7 @@ class NcclCommunicator(OwnTraffic):
 
     def _begin_to_abort(self, backend: NcclBackend) -> None:
         self._num_aborting += 1
-        threading.Thread(target=self._abort, args=[backend], name="keepstep-abort", daemon=True).start()
+        start_thread(self._abort, backend, name="keepstep-abort")
 
     def _abort(self, backend: NcclBackend) -> None:
         """Ends NCCL's kernels. This thread keeps the group alive: its last owner waits for torch's watchdog to end."""
@@ -400,7 +401,7 @@ def _fail_all(held: Sequence[tuple[NcclWork, Issue]], error: Exception) -> None:
 
 
 def _in_a_thread(function: Callable[..., None], *arguments: object) -> None:
-    threading.Thread(target=function, args=arguments, name="keepstep-connect", daemon=True).start()
+    start_thread(function, *arguments, name="keepstep-connect")
 
 
 def _drop(_backend: NcclBackend) -> None:
