@@ -24,9 +24,11 @@ def test_a_terminal_finds_nothing_to_obey_in_them() -> None:
 
 def test_nor_in_what_is_said_of_connections_and_weights(capsys: pytest.CaptureFixture[str]) -> None:
     Refusals().tell("10.0.0.1:5", SENT)
-    _tell_trouble(SENT)
+    _tell_trouble(SENT, was_connected=True)
+    _tell_trouble(SENT, was_connected=False)
     lines = f"{SHOWN}\tand\nmore\n"
     assert capsys.readouterr().err == (
         f"keepstep: refused 10.0.0.1:5: {lines}keepstep: no connection to the controller, training continues: {lines}"
+        f"keepstep: no connection to a controller yet: {lines}"
     )
     assert publication_text(describe_publication(Publication(SENT), 0.0)).startswith(f"weights in {SHOWN}\tand")

@@ -93,16 +93,25 @@ class RunLease:
 
     # ---- while another process holds it ------------------------------------------------------------------------------
 
+    def look(self) -> Lease | None:
+        """Reads the lease once, for `is_served` and `served_by`. None: another process is just renaming it.
+
+        Raises:
+            ConfigurationError: the folder cannot be read.
+        """
+        if (lease := self._look()) is not None:
+            self._candidate.observe(lease, _now_s())
+        return lease
+
     def take(self) -> bool:
         """Reads the lease once, and takes it if that is allowed. Returns whether this controller holds it now.
 
         Raises:
             ConfigurationError: the folder cannot be read.
         """
-        lease = self._look()
+        lease = self.look()
         if lease is None:
             return False  # another process is just renaming it
-        self._candidate.observe(lease, _now_s())
         claim = self._candidate.claim(_now_s(), is_gone=not lease.is_free and self._is_gone(lease.holder))
         if claim is None or not self._replace(claim):
             return False

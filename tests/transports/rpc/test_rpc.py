@@ -235,11 +235,26 @@ def test_the_controller_of_another_job_is_not_believed() -> None:
     """Its certificate is from another authority, so not even the token is shown to it."""
 
     async def scene(controller: Served) -> None:
-        other = Secret.new()
-        line = controller.line(Credentials.of(other, Claim(Role.AGENT, "a")), patience_s=0.1)
-        with pytest.raises(PeerLost):
+        line = controller.line(Credentials.of(Secret.new(), Claim(Role.AGENT, "a")))
+        with pytest.raises(ConfigurationError, match=r"127\.0\.0\.1:\d+ is not of this job: this node's token or secret"):
             await line.run()
         await still_serves(controller)
+
+    play(scene)
+
+
+def test_one_of_several_endpoints_may_be_that_of_another_job() -> None:
+    async def scene(controller: Served) -> None:
+        async with served() as own:
+            line = own.line(own.credentials("a"), ports=[controller.port])
+            line._endpoints += ("127.0.0.1:1",)
+            troubles: asyncio.Queue[str] = asyncio.Queue()
+            line.on_trouble = troubles.put_nowait
+            async with connected(line) as running:
+                while "its certificate is not of this job: " not in await troubles.get():
+                    pass
+                assert not running.done()
+                assert not line.has_opened
 
     play(scene)
 

@@ -91,7 +91,9 @@ def _only_one(options: NodeOptions) -> Iterator[None]:
 async def _run(options: NodeOptions, hosted: HostedController | None) -> EndJob:
     connection = RpcControllerConnection(options.endpoints, options.credentials, options.host_name, options.patience_s)
     agent = Agent(options.agent, connection)
-    connection.on_trouble = lambda trouble: _tell_trouble(trouble) if agent.left is None else None
+    connection.on_trouble = lambda trouble: (
+        _tell_trouble(trouble, was_connected=connection.has_opened) if agent.left is None else None
+    )
     part = _Part(agent, connection, hosted, options)
     with end_signals(drain_on=options.agent.drain_on, pass_on=agent.pass_signal) as signals:
         try:
@@ -208,9 +210,6 @@ async def _first_of(*awaited: asyncio.Future[Any] | None) -> None:
     await asyncio.wait({each for each in awaited if each is not None}, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _tell_trouble(trouble: str) -> None:
-    print(
-        f"keepstep: no connection to the controller, training continues: {printable(trouble)}",
-        file=sys.stderr,
-        flush=True,
-    )
+def _tell_trouble(trouble: str, *, was_connected: bool) -> None:
+    what = "no connection to the controller, training continues" if was_connected else "no connection to a controller yet"
+    print(f"keepstep: {what}: {printable(trouble)}", file=sys.stderr, flush=True)

@@ -64,13 +64,14 @@ class ControllerOptions:
     lease_s: float = LEASE_S
     outputs: Outputs = dataclasses.field(default_factory=Outputs)
     is_continuing: bool = False
-    """Whether to continue the unfinished run in the folder; otherwise it is moved aside."""
+    """Whether to continue the unfinished run in the folder; see also ``is_standby`` and ``is_child``."""
     drained_by: int | None = None
     """The signal that drains the job: its former controller received the order and may have died before it acted."""
     drain_on: tuple[int, ...] = ()
     """Signals that drain besides SIGTERM and SIGHUP."""
     is_child: bool = False
-    """Whether the node's agent has started it, and tells it what to do about signals."""
+    """Whether the node's agent has started it, and tells it what to do about signals. An unfinished run in the folder is
+    moved aside, for its agent is gone, too."""
     is_standby: bool = False
     """Whether to wait until the controller of the folder's run is gone, and then to take over."""
     takeover_s: float = HOLD_S
@@ -91,6 +92,8 @@ def run_controller(options: ControllerOptions) -> dict[str, Any]:
         LeaseLost: another controller serves the run, or may serve it.
     """
     with RunLease(options.run_dir, options.takeover_s) as lease:
+        if not (options.is_continuing or options.is_standby or options.is_child):
+            _refuse_unfinished(options.run_dir, lease)
         if (stopped := eventloop.run(_await_turn(options, lease))) is not None:
             return {"exit_code": stopped.exit_code, "reason": f"{stopped.reason} while it waited"}
         if lease.taken_from is not None:
@@ -99,6 +102,24 @@ def run_controller(options: ControllerOptions) -> dict[str, Any]:
             return _go_on(options, lease)
         info = runfolder.new_run(tuple(sys.argv), socket.gethostname(), options.recovery)
         return _record(options, info, lease, None, ControllerMachine(options.recovery, options.lease_s))
+
+
+def _refuse_unfinished(run_dir: Path, lease: RunLease) -> None:
+    """Refuses a folder whose run has not ended: its nodes may still train, and would have no controller any more.
+
+    Raises:
+        ConfigurationError: its run has not ended. If a live process certainly serves it, `_await_turn` says so instead.
+    """
+    lease.look()
+    try:
+        is_unfinished = runfolder.read_info(run_dir).ended is None and (run_dir / runfolder.JOURNAL).stat().st_size > 0
+    except (ConfigurationError, OSError):  # no run, one that no node has joined, or one that cannot be continued
+        return
+    if is_unfinished and not lease.is_served:
+        raise ConfigurationError(
+            f"--run-dir {run_dir}: the run in there has not ended, and its nodes may still train. --continue goes on "
+            f"with it (holder of its lease: {lease.served_by()}); for a new run name another folder, or delete this one"
+        )
 
 
 async def _await_turn(options: ControllerOptions, lease: RunLease) -> EndJob | None:

@@ -58,7 +58,8 @@ class RpcControllerConnection:
         self._arrived: asyncio.Queue[AnyMessage | Connected] = asyncio.Queue()
         self._num_served = 0
         """Number of connections that ended without a refusal by the controller."""
-        self._has_opened = False
+        self.has_opened = False
+        """Whether there was ever a connection."""
         self._term = 0
         """The highest term of a controller that was ever reached."""
         self._closing = asyncio.Event()
@@ -83,7 +84,8 @@ class RpcControllerConnection:
         """Keeps a connection open until `close` is called, or the task is cancelled.
 
         Raises:
-            ConfigurationError: the controller refuses this agent's token, and has never accepted it.
+            ConfigurationError: the controller refuses this agent's token, and has never accepted it; or the only
+                endpoint is that of another job.
             PeerLost: there was no connection for ``patience_s``.
         """
         self._lost_s = time.monotonic()
@@ -128,7 +130,7 @@ class RpcControllerConnection:
                     metadata = dict(await call.initial_metadata())
                     is_open = OPEN in metadata
                     refusal = None if is_open else await call.code()
-                if refusal is grpc.StatusCode.UNAUTHENTICATED and not self._has_opened:
+                if refusal is grpc.StatusCode.UNAUTHENTICATED and not self.has_opened:
                     raise ConfigurationError(f"the controller at {endpoint} refuses: {await call.details()}")
                 if is_open and not self._no_connection.is_set():
                     return None
@@ -138,17 +140,29 @@ class RpcControllerConnection:
                         return f"{endpoint}: serves no more: its term is {term}, and {self._term} has begun"
                     self._term = term
                     await self._converse(call)
-                return f"{endpoint}: {await call.details() or 'the controller has ended the connection'}"
+                return self._trouble(endpoint, await call.details() or "the controller has ended the connection")
             except TimeoutError:
                 return f"{endpoint}: no answer within {CONNECT_S:g} s"
             except grpc.aio.AioRpcError as error:
-                return f"{endpoint}: {error.details()}"
+                return self._trouble(endpoint, error.details() or "")
             finally:
                 call.cancel()
 
+    def _trouble(self, endpoint: str, details: str) -> str:
+        """Returns why there is no connection, from gRPC's text. Raises if it can never be one."""
+        if not _is_of_another_job(details):
+            return f"{endpoint}: {details}"
+        if len(self._endpoints) == 1 and not self.has_opened:
+            raise ConfigurationError(
+                f"the certificate of the controller at {endpoint} is not of this job: this node's token or secret "
+                "belongs to another job, or another job's controller listens there. All tokens of a job are made with "
+                "one secret: compare it, and the endpoint (with --tls FILES, the authority)"
+            )
+        return f"{endpoint}: its certificate is not of this job: {details}"
+
     async def _converse(self, call: Call) -> None:
         """Reads and writes until either end closes the stream."""
-        self._has_opened = True
+        self.has_opened = True
         self._outbox = Outbox()
         self._no_connection.clear()
         self._arrived.put_nowait(Connected())
@@ -201,3 +215,11 @@ class RpcControllerConnection:
         if self._host_name is not None:
             settings.append(("grpc.ssl_target_name_override", self._host_name))
         return grpc.aio.secure_channel(endpoint, grpc.ssl_channel_credentials(authority), settings)
+
+
+def _is_of_another_job(details: str) -> bool:
+    """Returns whether TLS has failed because another authority than this job's has signed the certificate.
+
+    A clock that is wrong by more than a day makes a certificate invalid, too, and may be set right.
+    """
+    return "CERTIFICATE_VERIFY_FAILED" in details and "expired" not in details and "not yet valid" not in details
