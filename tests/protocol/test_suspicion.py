@@ -321,7 +321,13 @@ def test_when_one_goes_on_the_others_get_the_time_to_do_so_too() -> None:
 
 @pytest.mark.parametrize(
     ("waits_for", "is_given_up"),
-    [(WaitsFor.NOTHING, False), (WaitsFor.SIGNAL, False), (WaitsFor.RANKS, True), (WaitsFor.CONTROLLER, True)],
+    [
+        (WaitsFor.NOTHING, False),
+        (WaitsFor.SIGNAL, False),
+        (WaitsFor.READER, False),
+        (WaitsFor.RANKS, True),
+        (WaitsFor.CONTROLLER, True),
+    ],
 )
 def test_a_copy_counts_only_if_its_rank_moves_or_waits_for_others(waits_for: WaitsFor, is_given_up: bool) -> None:
     """Found by simulation: the one rank that was not suspected yet hung as well, where it had half an hour."""
