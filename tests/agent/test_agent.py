@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
+import re
 import select
 import sys
 import time
@@ -17,6 +19,7 @@ import pytest
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings, NodePlace
 from keepstep.protocol import messages as msg
+from keepstep.protocol.deadlines import DEADLINES, Deadlines
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.reliable_channel import ReliableChannel
@@ -79,13 +82,22 @@ class Controller:
 
 
 @contextlib.asynccontextmanager
-async def serving(tmp_path: Path, script: str) -> AsyncIterator[tuple[Controller, Agent, asyncio.Task[None]]]:
+async def serving(
+    tmp_path: Path, script: str, deadlines: Deadlines = DEADLINES
+) -> AsyncIterator[tuple[Controller, Agent, asyncio.Task[None]]]:
     """An agent whose workers run a script that speaks with `COMPANION`."""
     path = tmp_path / "worker.py"
     path.write_text(COMPANION + script)
     command = (sys.executable, str(path))
     settings = AgentSettings(
-        command, False, True, False, NodePlace(NODE, 1, 1, 2), tmp_path, environment=dict(os.environ)
+        command,
+        False,
+        True,
+        False,
+        NodePlace(NODE, 1, 1, 2),
+        tmp_path,
+        environment=dict(os.environ),
+        deadlines=deadlines,
     )
     ours, theirs = channel_pair()
     agent = Agent(settings, theirs)
@@ -99,12 +111,15 @@ async def serving(tmp_path: Path, script: str) -> AsyncIterator[tuple[Controller
 
 
 def play(
-    tmp_path: Path, script: str, scene: Callable[[Controller, Agent, asyncio.Task[None]], Awaitable[None]]
+    tmp_path: Path,
+    script: str,
+    scene: Callable[[Controller, Agent, asyncio.Task[None]], Awaitable[None]],
+    deadlines: Deadlines = DEADLINES,
 ) -> None:
     """Lives through a scene between a controller and an agent."""
 
     async def whole() -> None:
-        async with serving(tmp_path, script) as (controller, agent, running):
+        async with serving(tmp_path, script, deadlines) as (controller, agent, running):
             assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE, 0, 1, ())]
             await scene(controller, agent, running)
 
@@ -288,6 +303,45 @@ def test_phases_are_told_on_the_controllers_clock(tmp_path: Path) -> None:
     script += "page = TagWriter(PAGE_FD)\npage.write(2, 7, Phase.FORWARD)\npage.write(2, 7, Phase.BACKWARD)\n"
     script += "page.operation_entered('world', Operation.ALL_REDUCE)\npage.write(2, 7, Phase.SYNCED)\norders(1)\n"
     play(tmp_path, script, scene)
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_the_stack_of_a_rank_that_stands_comes_from_its_link_thread_or_by_a_signal(
+    is_answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C code may hold the interpreter's lock, so that no other thread runs."""
+    if not is_answered:
+        monkeypatch.setattr("keepstep.agent.agent.ANSWER_S", 0.2)
+
+    async def scene(controller: Controller, agent: Agent, _running: asyncio.Task[None]) -> None:
+        controller.order(START)
+        await controller.hear(2)
+        async with asyncio.timeout(DEADLINE_S):
+            while "in stands" not in (stack := agent.workers[0].page.stack()):  # noqa: ASYNC110  # of another process
+                await asyncio.sleep(0.01)
+        seen = agent.workers[0].examination
+        assert seen is not None
+        assert seen.was_signalled is not is_answered
+        assert re.match(r"in stands\(\) at worker\.py:\d+", seen.text(stack, time.monotonic()))
+
+    script = (
+        "import threading\n"
+        "from keepstep.protocol.phases import Phase\n"
+        "from keepstep.shared import tracebacks\n"
+        "from keepstep.shared.tagpage import TagWriter\n"
+        "from keepstep.transports.spawning import PAGE_FD\n"
+        "tracebacks.install(PAGE_FD)\n"
+        "def stands():\n"
+        "    os.write(LINK_FD, frame(WorkerJoined(0, os.getpid())))\n"
+        "    while True: signal.pause()\n"
+        "def training(): stands()\n"
+        "def answer():\n"
+        "    assert isinstance(orders(1)[0], DumpTraceback)\n"
+        "    tracebacks.dump(PAGE_FD, threading.main_thread().ident)\n"
+        "TagWriter(PAGE_FD).write(1, 0, Phase.FORWARD)\n"
+    )
+    script += "threading.Thread(target=answer, daemon=True).start()\n" if is_answered else ""
+    play(tmp_path, script + "training()\n", scene, dataclasses.replace(DEADLINES, explain_s=1.0))
 
 
 def test_the_last_phases_of_a_dead_worker_come_before_the_news_of_its_death(tmp_path: Path) -> None:

@@ -61,12 +61,12 @@ def test_a_job_with_steps_shorter_than_a_look_teaches_all_its_phases() -> None:
         view = reader.read()
         assert view.tag.phase is Phase.UPDATED
         now_s = view.since_ns / 1e9
-        machine.observe(0, Observation(view.tag, view.progress, False, False, False), now_s)
+        machine.observe(0, Observation(view.tag, view.progress, False, False, False, False), now_s)
         for passed in longest_phases(reader.events_since(read - 1)):
             machine.passed(0, *passed)
         read = view.events_written
     for phase in MEASURED:
-        machine.observe(0, Observation(Tag(1, 30, phase), 0, False, False, False), now_s)
+        machine.observe(0, Observation(Tag(1, 30, phase), 0, False, False, False, False), now_s)
         assert machine.deadline_s(0) < DEADLINES.long_s
     reader.close()
 

@@ -244,6 +244,37 @@ def test_the_last_messages_of_a_dead_worker_are_shown_whole(
     assert console.lines[0] == shown
 
 
+@pytest.mark.parametrize("how", ["full", "read", "left", "redirected", "tee"])
+def test_output_that_nobody_reads_is_noticed(how: str, tmp_path: Path) -> None:
+    script = (
+        "import asyncio, os, sys\n"
+        "from pathlib import Path\n"
+        "from keepstep.agent.outputs import WorkerOutput\n"
+        "from keepstep.agent.settings import OutputSettings\n"
+        "how, folder, answer = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])\n"
+        "every = frozenset({0})\n"
+        "os.set_blocking(1, False)\n"
+        "try:\n"
+        "    while how != 'read': os.write(1, b'x' * 4096)\n"
+        "except OSError: pass\n"
+        "async def main():\n"
+        "    settings = {'redirected': OutputSettings(log_dir=folder, redirect_stdout=every),\n"
+        "                'tee': OutputSettings(log_dir=folder, tee_stdout=every)}.get(how, OutputSettings())\n"
+        "    return WorkerOutput(settings, 7, 0, lambda: '').is_unread()\n"
+        "os.write(answer, str(asyncio.run(main())).encode())\n"
+    )
+    read, write = os.pipe()
+    answer, answers = os.pipe()
+    if how == "left":
+        os.close(read)
+    command = [sys.executable, "-c", script, how, str(tmp_path), str(answers)]
+    subprocess.run(command, stdout=write, pass_fds=[answers], check=True, timeout=DEADLINE_S)
+    os.close(answers)
+    assert os.read(answer, 100).decode() == str(how == "full")
+    for descriptor in (answer, write, *([] if how == "left" else [read])):
+        os.close(descriptor)
+
+
 def test_all_descriptors_are_given_back(tmp_path: Path, console: Console) -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,28 @@ def test_a_rank_that_hangs_is_replaced(tmp_path: Path) -> None:
     (recovery,) = report["recoveries"]
     assert (recovery["cause"], recovery["failed_ranks"]) == ("hang", [1])
     assert "no progress in forward of step 20" in recovery["detail"]
+    assert re.search(r": in wait\(\) at threading\.py:\d+, called from silent\.py:\d+ \(", recovery["detail"])
+
+
+def test_output_that_nobody_reads_is_waited_for(tmp_path: Path) -> None:
+    """A terminal after Ctrl-S, a pager, a log shipper that stalls: rank 0 was replaced, as long as nobody read."""
+    report, run_dir = tmp_path / "report.json", tmp_path / "run"
+    run_dir.mkdir(mode=0o700)
+    flags = ("--run-dir", run_dir, "--report", report, *RANKS, *QUICKLY, "--explain-after", 3)
+    with running("run", *flags, SILENT, "prints", 0) as job:
+        for _ in attempts(run_dir, 120.0):
+            assert job.process.poll() is None, job.finish()
+            if (run_dir / "control.sock").exists() and (told := status(run_dir)["standstill"]) is not None:
+                break
+        else:
+            raise AssertionError("of no rank was said that it waits")
+        code, out, err = job.finish()
+        job.wait_until_gone()
+    assert code == 0, err
+    assert out.count("is through") == 2
+    assert re.search(r"rank 0 has waited for somebody to read its output for \S+ s \(forward of step \d+\)", told), told
+    assert re.search(r", at silent\.py:\d+ \((waits in write\(\) to pipe:\[\d+\], )?uses \d+% of a core\)", told), told
+    assert json.loads(report.read_text())["recoveries"] == []
 
 
 def pids_in_the_step(folder: Path) -> dict[int, int]:

@@ -79,7 +79,8 @@ def test_a_long_evaluation_of_one_rank_is_reported_once_and_kills_no_rank(tmp_pa
         job.wait_until_gone()
     assert code == 0, err
     assert out.count("is through") == 3
-    assert re.search(r"rank 0 has computed for \S+ s \(after step 3, in no collective\)", text), text
+    where = r"in wait\(\) at threading\.py:\d+, called from waiting\.py:\d+, called from waiting\.py:\d+ \("
+    assert re.search(rf"rank 0 has computed for \S+ s \(after step 3, in no collective\), {where}", text), text
     assert len(lines_about(err, "ranks 1 and 2 have been in")) == 1, err
     assert "recover" not in err
 

@@ -90,7 +90,7 @@ def of_generation(generation: int) -> list[messages.Report]:
         Drained((0,), generation, False),
         StepObserved(NODE, generation, 30, 5.0, 0.5, ()),
         JobStalled(NODE, generation, "all 3 ranks wait"),
-        RanksStand(NODE, generation, (Standing(0, 9, Phase.SYNCED, WaitsFor.RANKS, 30.0, ()),)),
+        RanksStand(NODE, generation, (Standing(0, 9, Phase.SYNCED, WaitsFor.RANKS, 30.0, (), ""),)),
     ]
     return reports
 

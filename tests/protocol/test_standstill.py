@@ -19,7 +19,7 @@ def standing(
     job: SimulatedJob, rank: int, step: int = 3, phase: Phase = Phase.BACKWARD, waits_for: WaitsFor = WaitsFor.RANKS
 ) -> Standing:
     counts = IN_BARRIER if waits_for is WaitsFor.RANKS else ()
-    return Standing(job.holder(rank).number, step, phase, waits_for, 30.0, counts)
+    return Standing(job.holder(rank).number, step, phase, waits_for, 30.0, counts, "")
 
 
 def stands(job: SimulatedJob, *ranks: Standing, node: str = NODE) -> None:
@@ -99,7 +99,7 @@ def test_what_several_nodes_tell_at_one_moment_is_one_sentence() -> None:
 def test_a_node_reports_for_its_own_ranks_only() -> None:
     job = training(TWO_NODES)
     elsewhere = next(rank for rank in range(4) if job.holder(rank).node == "b")
-    unknown = Standing(77, 3, Phase.BACKWARD, WaitsFor.RANKS, 30.0, ())
+    unknown = Standing(77, 3, Phase.BACKWARD, WaitsFor.RANKS, 30.0, (), "")
     stands(job, standing(job, elsewhere), unknown, node="a")
     assert (job.machine.standstill.text, job.machine.next_deadline()) == (None, None)
 

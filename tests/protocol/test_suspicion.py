@@ -158,7 +158,7 @@ def test_ranks_that_fall_silent_one_after_the_other_are_given_up_one_after_the_o
 def idle(job: SimulatedJob, *ranks: int) -> None:
     """The agent reports that ranks have made no progress for a while, and do not wait for others."""
     holders = [job.holder(rank) for rank in ranks]
-    standing = [Standing(each.number, each.step, each.phase, WaitsFor.NOTHING, 40.0, ()) for each in holders]
+    standing = [Standing(each.number, each.step, each.phase, WaitsFor.NOTHING, 40.0, (), "") for each in holders]
     job.say(RanksStand(holders[0].node, job.machine.generation, tuple(standing)))
 
 
@@ -338,12 +338,18 @@ def test_when_one_goes_on_the_others_get_the_time_to_do_so_too() -> None:
 
 @pytest.mark.parametrize(
     ("waits_for", "is_given_up"),
-    [(WaitsFor.NOTHING, False), (WaitsFor.SIGNAL, False), (WaitsFor.RANKS, True), (WaitsFor.CONTROLLER, True)],
+    [
+        (WaitsFor.NOTHING, False),
+        (WaitsFor.SIGNAL, False),
+        (WaitsFor.READER, False),
+        (WaitsFor.RANKS, True),
+        (WaitsFor.CONTROLLER, True),
+    ],
 )
 def test_a_copy_counts_only_if_its_rank_moves_or_waits_for_others(waits_for: WaitsFor, is_given_up: bool) -> None:
     """Found by simulation: the one rank that was not suspected yet hung as well, where it had half an hour."""
     job = training()
-    standing = Standing(job.holder(1).number, 5, Phase.OPTIMIZER, waits_for, 40.0, ())
+    standing = Standing(job.holder(1).number, 5, Phase.OPTIMIZER, waits_for, 40.0, (), "")
     job.say(RanksStand(job.holder(1).node, 1, (standing,)))
     hung = job.holder(0)
     suspect(job, hung)

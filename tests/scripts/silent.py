@@ -47,6 +47,8 @@ for step in session.steps(60):
             while not Path(sys.argv[3], "go on").exists():
                 threading.Event().wait(0.01)
         threading.Event().wait(0.01)
+        if HOW == "prints" and session.rank == 0:
+            print("x" * 4000)
         model(batch()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

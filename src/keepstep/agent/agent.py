@@ -15,7 +15,7 @@ from keepstep.agent.environment import environment_of
 from keepstep.agent.health.guard import DeviceGuard
 from keepstep.agent.outputs import WorkerOutput
 from keepstep.agent.phases import PhaseReporter
-from keepstep.agent.processes import AgentWorker, handles, is_stopped
+from keepstep.agent.processes import ANSWER_S, RENEW_S, AgentWorker, Examination, ProcessState
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.snapshots import SnapshotMemory
 from keepstep.agent.spawner import SpawnerClient, SpawnerProcess
@@ -28,6 +28,7 @@ from keepstep.protocol.messages import (
     Assign,
     Cause,
     ClockTold,
+    DumpTraceback,
     EndJob,
     InheritSnapshots,
     NodeEvicted,
@@ -56,7 +57,7 @@ from keepstep.protocol.node.effects import (
 from keepstep.protocol.node.liveness import Observation
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_FAILED
-from keepstep.shared import lifeline, tagpage
+from keepstep.shared import lifeline, tagpage, tracebacks
 from keepstep.transports.framing import FrameDecoder, frame
 from keepstep.transports.interface import Connected, ControllerConnection
 from keepstep.transports.spawning import (
@@ -76,6 +77,8 @@ CALM_TICK_S = 0.05
 (measured on two cores with two ranks). It finds a hang later by the difference of the two intervals."""
 STAND_S = 0.2
 """If a worker makes no progress for this long, the agent reads its process state in /proc, and repeats this."""
+EXAMINE_SHARE = 0.25
+"""After this share of the shortest deadline without progress, the agent asks the rank for its stack."""
 DRAIN_DEADLINE_S = 0.5
 """How long the agent reads the last messages of a dead worker; they are in the socket already."""
 
@@ -400,7 +403,7 @@ class Agent:
     def pass_signal(self, number: int) -> int:
         """Sends a signal to those ranks that handle it; the others would be ended by it. Returns to how many."""
         ranks = [each.pid for each in self.workers.values() if each.rank is not None and each.pid is not None]
-        handle = [pid for pid in ranks if handles(pid, number)]
+        handle = [pid for pid in ranks if tracebacks.handles(pid, number)]
         for pid in handle:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -438,6 +441,7 @@ class Agent:
             return
         self._machine.said(number, message, time.monotonic())
         if isinstance(message, WorkerJoined):
+            self.workers[number].has_joined = True
             self._watch_lifeline(number)
 
     # ---- devices ----------------------------------------------------------------------------------------------------
@@ -473,10 +477,15 @@ class Agent:
         view = worker.page.read()
         has_moved = view.progress != worker.progress
         if has_moved:
-            worker.progress, worker.moved_s, worker.stopped = view.progress, now_s, False
-        elif now_s - worker.moved_s > STAND_S:
-            worker.moved_s, worker.stopped = now_s, is_stopped(worker.pid)
-        look = Observation(view.tag, view.progress, view.waiting, view.awaited > 0, worker.stopped)
+            worker.progress, worker.moved_s, worker.looked_s = view.progress, now_s, now_s
+            worker.stopped = worker.unread = False
+            worker.examination = None
+        elif now_s - worker.looked_s > STAND_S:
+            worker.looked_s, state = now_s, ProcessState.of(worker.pid)
+            worker.stopped = state is not None and state.is_stopped
+            worker.unread = state is not None and state.sleeps and worker.output.is_unread()
+            self._examine(worker, now_s)
+        look = Observation(view.tag, view.progress, view.waiting, view.awaited > 0, worker.stopped, worker.unread)
         self._machine.observe(worker.worker, look, now_s)
         if view.events_written > worker.durations_read:
             events = worker.page.events_since(worker.durations_read - 1 - tagpage.MOST_MOMENTS)
@@ -487,11 +496,42 @@ class Agent:
         self._watch_first_step(worker)
         return has_moved
 
+    def _examine(self, worker: AgentWorker, now_s: float) -> None:
+        """Asks for the stack of a rank that makes no progress, ahead of the sentence in which it may be needed."""
+        deadlines = self.settings.deadlines
+        stands_s = now_s - worker.moved_s
+        if worker.rank is None or worker.pid is None or not worker.has_joined:
+            return
+        seen = worker.examination
+        if seen is None:
+            if stands_s < EXAMINE_SHARE * min(deadlines.hang_after_s, deadlines.explain_s):
+                return
+            worker.page.clear_stack()
+            worker.examination = Examination.begin(worker.pid, now_s)
+        elif not worker.page.stack():
+            if now_s - seen.asked_s > ANSWER_S and not (seen.was_signalled or worker.stopped):
+                seen.was_signalled = True
+                self._ask_training_thread(worker.pid)
+            return
+        elif seen.was_signalled or now_s - seen.asked_s < RENEW_S:
+            return
+        else:
+            seen.asked_s = now_s
+        self._hand_over((worker.worker,), DumpTraceback())
+
+    def _ask_training_thread(self, pid: int) -> None:
+        if tracebacks.handles(pid, tracebacks.SIGNAL):  # else it would end the process
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, tracebacks.SIGNAL)
+
     def _look_closer(self, workers: tuple[int, ...]) -> None:
+        now_s = time.monotonic()
         pages = {number: self.workers[number].page for number in workers if number in self.workers}
         counts = {number: page.operation_counts() for number, page in pages.items()}
         snapshots = {number: self._snapshots.of(number) for number in pages}
-        self._machine.looked_closer(counts, snapshots, time.monotonic())
+        seen = ((number, page, self.workers[number].examination) for number, page in pages.items())
+        doing = {number: each.text(page.stack(), now_s) for number, page, each in seen if each is not None}
+        self._machine.looked_closer(counts, snapshots, doing, now_s)
 
     def _watch_first_step(self, worker: AgentWorker) -> None:
         """Reports the first step that the worker completes after a recovery, with its times from the ring buffer."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import mmap
 import os
+import select
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import IO
 
 from keepstep.agent.settings import OutputSettings
 
+STREAMS = ("stdout", "stderr")
 PIPE_BYTES = 16 * mmap.PAGESIZE
 """Capacity of a pipe (`man 7 pipe`). So one read gets everything that is left in a dead worker's pipe."""
 
@@ -36,7 +38,7 @@ class WorkerOutput:
         ]
         self.descriptors: list[int] = []
         self._tees: list[_Tee] = []
-        for name, mode, console in zip(("stdout", "stderr"), self.redirects, (sys.stdout, sys.stderr), strict=True):
+        for name, mode, console in zip(STREAMS, self.redirects, (sys.stdout, sys.stderr), strict=True):
             if mode:
                 self._open(name, mode, console, worker)
 
@@ -67,6 +69,18 @@ class WorkerOutput:
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
+
+    def is_unread(self) -> bool:
+        """Whether the terminal or pipe that the worker shares with this process takes no more output now.
+
+        Ctrl-S, a pager and a log shipper that stalls do that. Streams that go elsewhere do not count, nor does one
+        that is closed, or whose reader has left: a write there fails at once.
+        """
+        poll = select.poll()
+        inherited = [number for number, mode in enumerate(self.redirects, start=1) if not mode]
+        for number in inherited:
+            poll.register(number, select.POLLOUT)
+        return len(poll.poll(0)) < len(inherited)
 
     def close(self) -> None:
         """Copies the rest of the output and closes everything. Call it when the worker is gone."""

@@ -23,6 +23,9 @@ Layout, little endian, 8-byte words::
     784 ring        RING_EVENTS x (time ns, generation, step, phase, entered at)
                     or, for a moment, x (time ns, generation, step, len(PHASES) + index into MOMENTS, bytes)
 
+Behind the page, in the same file, is a stack of the training thread as text, if the agent has asked for one
+(`keepstep.shared.tracebacks`).
+
 Each count has its own sequence lock. The page holds the most recently used counts. If a script has more groups and
 peers than fit, a new count replaces the least recently used one, of those without operations in flight if possible. The
 worker keeps all counts in its own memory, so a count that returns to the page is correct.
@@ -85,6 +88,8 @@ _RING = _COUNTS + NUM_COUNTS * _WORDS_PER_COUNT
 _WORDS_PER_EVENT = 5
 EVENT_BYTES = 8 * _WORDS_PER_EVENT
 PAGE_BYTES = 8 * (_RING + RING_EVENTS * _WORDS_PER_EVENT)
+MAX_STACK_BYTES = 1 << 14
+"""How much of a stack is read. A sentence shows its innermost frames, which come first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,7 +148,8 @@ class TagWriter:
     """The worker's side. Only the training thread may call `write`. Any thread may count operations."""
 
     def __init__(self, descriptor: int) -> None:
-        """Maps the page. The caller may close ``descriptor`` afterwards."""
+        """Maps the page. ``descriptor`` stays the caller's; what comes behind the page needs it open."""
+        self.descriptor = descriptor
         self._map = mmap.mmap(descriptor, PAGE_BYTES)
         self._words = memoryview(self._map).cast("q")
         self._appending = threading.Lock()
@@ -298,6 +304,7 @@ class TagReader:
 
     def __init__(self, descriptor: int) -> None:
         """Maps the page. The caller may close ``descriptor`` afterwards."""
+        self._descriptor = os.dup(descriptor)
         self._map = mmap.mmap(descriptor, PAGE_BYTES, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("q")
 
@@ -364,7 +371,18 @@ class TagReader:
     def _slots(self, first: int, end: int) -> bytes:
         return self._words[_RING + first * _WORDS_PER_EVENT : _RING + end * _WORDS_PER_EVENT].tobytes()
 
+    def clear_stack(self) -> None:
+        """Removes the stack behind the page. A signal's handler writes the next one from there on: both processes
+        share the position in the file."""
+        os.ftruncate(self._descriptor, PAGE_BYTES)
+        os.lseek(self._descriptor, PAGE_BYTES, os.SEEK_SET)
+
+    def stack(self) -> str:
+        """Returns the stack behind the page, which is the worker's text; empty if there is none."""
+        return os.pread(self._descriptor, MAX_STACK_BYTES, PAGE_BYTES).decode(errors="replace")
+
     def close(self) -> None:
         """Unmaps the page."""
         self._words.release()
         self._map.close()
+        os.close(self._descriptor)

@@ -26,6 +26,7 @@ from keepstep.config import adopt_rank
 from keepstep.errors import InternalError, PeerLost, StateMismatch
 from keepstep.protocol import moves
 from keepstep.protocol.messages import (
+    DumpTraceback,
     Rescue,
     SnapshotsByRank,
     StateRescued,
@@ -39,6 +40,7 @@ from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.waiting.operations import Operation
 from keepstep.protocol.worker import Urgency, WorkerMachine, WorkerState
+from keepstep.shared import tracebacks
 from keepstep.shared.tagpage import SnapshotMoment, TagWriter
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.link import Link
@@ -125,6 +127,9 @@ class Coordination:
 
     def on_order(self, order: WorkerOrder) -> None:
         """Handles the part of an order that cannot wait for the training thread. Runs in the listener's thread."""
+        if isinstance(order, DumpTraceback):
+            tracebacks.dump(self.page.descriptor, self._training_thread)
+            return
         if isinstance(order, Terminate) and not callable(signal.getsignal(signal.SIGTERM)):
             if restore_default():
                 os.kill(os.getpid(), signal.SIGTERM)  # the agent's own signal may have come before

@@ -23,7 +23,7 @@ from keepstep import config
 from keepstep.errors import ConfigurationError, PeerLost, UsageError
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.snapshots import lone_shards
-from keepstep.shared import lifeline, tagpage
+from keepstep.shared import lifeline, tagpage, tracebacks
 from keepstep.shared.snapshotfile import SnapshotFile
 from keepstep.systemcalls import loopback, needed
 from keepstep.weights.channels.group import Carrier
@@ -168,6 +168,7 @@ class Session(Loops):
                 coordination.on_order(order)  # type: ignore[arg-type]  # the agent sends orders only
         if settings is not None:
             outlive_signals(signal.SIGTERM, signal.SIGHUP, *settings.drain_on)
+            tracebacks.install(page.descriptor)
         link.listen(coordination.on_order)
         if rank is None:
             have_samplers_wait(coordination.await_rank)

@@ -26,7 +26,7 @@ from keepstep.protocol.node.effects import (
 from keepstep.protocol.node.liveness import Observation
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.reliable_channel import ReliableChannel
-from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount, WaitsFor
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, MAX_DOING, Operation, OperationCount, WaitsFor
 
 NODE, INCARNATION = "node-a", 5
 JOINED = msg.NodeJoined(NODE, 4, "rack-1", 0, 0, ())
@@ -341,17 +341,24 @@ COUNT = OperationCount("world", Operation.BARRIER, ALL_MEMBERS, 5, 4)
 
 
 def look(
-    node: Node, number: int, tag: Tag = BETWEEN, *, progress: int = 1, waits: bool = False, stopped: bool = False
+    node: Node,
+    number: int,
+    tag: Tag = BETWEEN,
+    *,
+    progress: int = 1,
+    waits: bool = False,
+    stopped: bool = False,
+    unread: bool = False,
 ) -> None:
-    node.agent.observe(number, Observation(tag, progress, False, waits, stopped), node.now_s)
+    node.agent.observe(number, Observation(tag, progress, False, waits, stopped, unread), node.now_s)
 
 
-def answered(node: Node, *counts: OperationCount, snapshots: msg.SnapshotsByRank = ()) -> list[object]:
+def answered(node: Node, *counts: OperationCount, snapshots: msg.SnapshotsByRank = (), doing: str = "") -> list[object]:
     """Pages are read as the machine asks; returns what reaches the controller."""
     for effect in node.agent.take():
         assert isinstance(effect, LookCloser)
         shown, kept = dict.fromkeys(effect.workers, counts), dict.fromkeys(effect.workers, snapshots)
-        node.agent.looked_closer(shown, kept, node.now_s)
+        node.agent.looked_closer(shown, kept, dict.fromkeys(effect.workers, doing), node.now_s)
     return node.heard()
 
 
@@ -441,6 +448,22 @@ def test_where_ranks_stand_still_is_reported_after_a_while_and_taken_back_when_t
     assert answered(node) == [msg.RanksStand(NODE, 1, ())]
     node.wait(EXPLAIN_S / 2)
     assert node.agent.take() == []
+
+
+def test_what_their_processes_do_is_told_of_ranks_that_stand_and_of_suspected_ones() -> None:
+    node = Node(ranks=3)
+    for number in range(3):
+        look(node, number, IN_A_STEP, waits=number == 0, unread=number < 2)
+    node.wait(EXPLAIN_S)
+    (report,) = (each for each in answered(node, doing="in load()" + "x" * 2000) if isinstance(each, msg.RanksStand))
+    waits_for = [WaitsFor.RANKS, WaitsFor.READER, WaitsFor.NOTHING]
+    assert [each.waits_for for each in report.standing] == waits_for
+    assert {each.doing for each in report.standing} == {("in load()" + "x" * 2000)[:MAX_DOING]}
+    node.wait(DEADLINES.long_s)
+    (suspicion,) = of_liveness(answered(node, doing="in load() at data.py:17"))
+    assert isinstance(suspicion, msg.WorkerSuspected)
+    assert suspicion.worker == 2
+    assert suspicion.detail.endswith("and it waits for no other rank: in load() at data.py:17")
 
 
 def test_a_stalled_node_tells_where_its_ranks_stand_before_it_says_so() -> None:

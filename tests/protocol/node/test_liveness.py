@@ -45,9 +45,10 @@ class Node:
         waiting: bool = False,
         collective: bool = False,
         stopped: bool = False,
+        unread: bool = False,
     ) -> None:
         tag = Tag(generation, step, phase)
-        self.machine.observe(worker, Observation(tag, progress, waiting, collective, stopped), self.now_s)
+        self.machine.observe(worker, Observation(tag, progress, waiting, collective, stopped, unread), self.now_s)
         before, since_s = self.shown.get(worker, (tag, self.now_s))
         if tag == before:
             self.shown.setdefault(worker, (tag, since_s))
@@ -656,6 +657,26 @@ def test_looks_that_come_in_time_hide_nothing() -> None:
     node.train(0)
     verdicts = [verdict for _ in range(3) for verdict in node.judge_after(0.4)]
     assert suspected(verdicts) == [(0, Cause.HANG)]
+
+
+# ---- Output that nobody reads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.OPTIMIZER, Phase.UPDATED])
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_a_rank_whose_output_nobody_reads_is_waited_for(phase: Phase, is_stopping: bool) -> None:
+    node = Node(num_ranks=2)
+    for worker in range(2):
+        node.train(worker)
+    node.look(0, phase, 9)
+    node.look(1, Phase.BACKWARD, 9, collective=not is_stopping, waiting=is_stopping)
+    if is_stopping:
+        node.machine.stopping((0,), node.now_s)
+    node.look(0, phase, 9, unread=True)
+    assert node.judge_after(10 * LONG_S) == []
+    node.look(0, phase, 9)
+    assert node.judge_after(HANG_S - BIT_S) == [], "it has its whole time again when somebody reads"
+    assert suspected(node.judge_after(2 * LONG_S)) == [(0, Cause.HANG)]
 
 
 # ---- Whom it watches ------------------------------------------------------------------------------------------------

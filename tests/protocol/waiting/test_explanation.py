@@ -32,15 +32,21 @@ def through(group: str, entered: int) -> OperationCount:
 
 
 def waits(rank: int, *counts: OperationCount, step: int = 11, phase: Phase = Phase.BACKWARD) -> RankState:
-    return RankState(rank, Standing(rank, step, phase, WaitsFor.RANKS, 30.0, counts), SINCE_S)
+    return RankState(rank, Standing(rank, step, phase, WaitsFor.RANKS, 30.0, counts, ""), SINCE_S)
 
 
-def computes(rank: int, *counts: OperationCount, step: int = 12, phase: Phase = Phase.FORWARD) -> RankState:
-    return RankState(rank, Standing(rank, step, phase, WaitsFor.NOTHING, 30.0, counts), SINCE_S)
+def computes(
+    rank: int, *counts: OperationCount, step: int = 12, phase: Phase = Phase.FORWARD, doing: str = ""
+) -> RankState:
+    return RankState(rank, Standing(rank, step, phase, WaitsFor.NOTHING, 30.0, counts, doing), SINCE_S)
+
+
+def reads_nobody(rank: int) -> RankState:
+    return RankState(rank, Standing(rank, 12, Phase.FORWARD, WaitsFor.READER, 30.0, (), ""), SINCE_S)
 
 
 def ended(rank: int, steps: int) -> RankState:
-    standing = Standing(rank, steps - 1, Phase.UPDATED, WaitsFor.CONTROLLER, 30.0, ())
+    standing = Standing(rank, steps - 1, Phase.UPDATED, WaitsFor.CONTROLLER, 30.0, (), "")
     return RankState(rank, standing, SINCE_S, finished_at=steps)
 
 
@@ -74,6 +80,15 @@ SITUATIONS: dict[str, tuple[list[RankState], str | None]] = {
     "the gradient barrier": (
         [waits(rank, count("world", BARRIER, 9), phase=Phase.SYNCED) for rank in (0, 1, 2)] + [moves(3)],
         "ranks 0 to 2 have been in the gradient barrier of step 11 for 30 s; rank 3 has moved lately",
+    ),
+    "output that nobody reads": (
+        [reads_nobody(0), reads_nobody(1)],
+        "ranks 0 and 1 have waited for somebody to read their output for 30 s (forward of step 12)",
+    ),
+    "what a process does": (
+        [computes(0, doing="in load() at data.py:17"), waits(1, count("world", REDUCE, 9)), computes(2)],
+        "ranks 0 and 2 have computed for 30 s (forward of step 12, in no collective), rank 0 in load() at data.py:17; "
+        "rank 1 has been in all_reduce #9 of world for 30 s (backward of step 11)",
     ),
     "between steps": (
         [computes(0, step=7, phase=Phase.UPDATED), waits(1, count("world", REDUCE, 9), step=7, phase=Phase.UPDATED)],

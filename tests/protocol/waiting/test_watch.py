@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount, Standing, WaitsFor
 from keepstep.protocol.waiting.watch import BEFORE, READ_SHARE, REPEAT_S, StandingWatch
@@ -14,7 +16,7 @@ BIT_S = 0.001
 
 def standing(worker: int, still_s: float = EXPLAIN_S, entered: int = 5) -> Standing:
     counts = (OperationCount("world", Operation.BARRIER, ALL_MEMBERS, entered, entered - 1),)
-    return Standing(worker, 3, Phase.UPDATED, WaitsFor.RANKS, still_s, counts)
+    return Standing(worker, 3, Phase.UPDATED, WaitsFor.RANKS, still_s, counts, "")
 
 
 def test_nothing_is_due_before_a_rank_has_stood_still_for_long() -> None:
@@ -30,6 +32,8 @@ def test_what_is_found_is_reported_and_looked_at_again_but_told_again_only_when_
     assert not watch.is_due({0: EXPLAIN_S + 4.9}, 100.0 + EXPLAIN_S * READ_SHARE - BIT_S)
     assert watch.is_due({0: EXPLAIN_S + 5.0}, 100.0 + EXPLAIN_S * READ_SHARE)
     assert watch.news([standing(0, 35.0)], 105.0) is None, "it stands where it stood"
+    told = msgspec.structs.replace(standing(0, 35.0), doing="uses 3% of a core")
+    assert watch.news([told], 105.0) is None, "what its process does is no news"
     assert watch.news([standing(0, 40.0), standing(1)], 110.0) == (standing(0, 40.0), standing(1))
     assert watch.news([standing(0, 45.0, entered=6), standing(1)], 115.0) is not None
 

@@ -32,6 +32,7 @@ from keepstep.protocol.messages.orders import (
     Complete,
     DoubtLifted,
     Drain,
+    DumpTraceback,
     EndJob,
     FenceWorker,
     Hold,
@@ -114,6 +115,7 @@ __all__ = [
     "DoubtLifted",
     "Drain",
     "Drained",
+    "DumpTraceback",
     "EndJob",
     "FenceWorker",
     "FirstPhases",
@@ -213,7 +215,7 @@ AgentReport: TypeAlias = (
 )
 HolderOrder: TypeAlias = Stop | DoubtLifted | Recover | Resume | Complete | Abandon | Rescue | Hold | Drain | Terminate
 """For every worker that holds a rank."""
-WorkerOrder: TypeAlias = HolderOrder | Assign | InheritSnapshots | StoreAnswered | OnceAnswered
+WorkerOrder: TypeAlias = HolderOrder | Assign | InheritSnapshots | DumpTraceback | StoreAnswered | OnceAnswered
 AgentOrder: TypeAlias = (
     StartWorker | FenceWorker | EndJob | MembershipTold | PassSnapshots | ReleaseSnapshots | WorkerOrder
 )

@@ -66,6 +66,10 @@ class InheritSnapshots(Message, frozen=True):
     steps: tuple[int, ...]
 
 
+class DumpTraceback(Message, frozen=True):
+    """The agent asks a worker for the stack of its training thread; see `keepstep.shared.tracebacks`."""
+
+
 class ReleaseSnapshots(Message, frozen=True):
     """All ranks have snapshots again: free the snapshots of these dead workers."""
 

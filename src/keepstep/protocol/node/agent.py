@@ -34,7 +34,7 @@ from keepstep.protocol.node.parked import device_for
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_FAILED
 from keepstep.protocol.reliable_channel import ReliableChannel
-from keepstep.protocol.waiting.operations import MAX_TOLD, OperationCount, Standing, WaitsFor
+from keepstep.protocol.waiting.operations import MAX_DOING, MAX_TOLD, OperationCount, Standing, WaitsFor
 from keepstep.protocol.waiting.watch import StandingWatch
 
 HEARTBEAT_S = 0.9
@@ -496,6 +496,7 @@ class AgentMachine:
         self,
         counts: Mapping[int, Sequence[OperationCount]],
         snapshots: Mapping[int, msg.SnapshotsByRank],
+        doing: Mapping[int, str],
         now_s: float,
     ) -> None:
         """Reports where ranks wait, and suspected workers.
@@ -503,17 +504,23 @@ class AgentMachine:
         Args:
             counts: worker -> the operation counts that `LookCloser` requested.
             snapshots: worker -> the snapshots in its memory that `LookCloser` requested.
+            doing: worker -> what its process does, in words; absent or empty if that is not known.
             now_s: the present time.
         """
         still = self.liveness.standing(0.0, now_s)
         least_s = self._watch.least_s(max((each[2] for each in still), default=0.0), is_stalled=self._stall is not None)
-        found = (_standing(*each, counts.get(each[0], ())) for each in still if each[2] >= least_s)
+        found = (
+            _standing(*each, counts.get(each[0], ()), doing.get(each[0], "")) for each in still if each[2] >= least_s
+        )
         news = self._watch.news(found, now_s)
         if news is not None:
             generation = max((look.tag.generation for _, look, _ in still), default=0)
             self._say(msg.RanksStand(self.node, generation, news))
         for suspicion in self._suspicions:
-            self._say(msgspec.structs.replace(suspicion, snapshots=snapshots.get(suspicion.worker, ())))
+            number, detail = suspicion.worker, suspicion.detail
+            if told := doing.get(number):
+                detail = msg.text(f"{detail}: {told}")
+            self._say(msgspec.structs.replace(suspicion, detail=detail, snapshots=snapshots.get(number, ())))
         self._suspicions.clear()
         if self._stall is not None:
             self._say(self._stall)
@@ -579,11 +586,14 @@ class AgentMachine:
             self.channel.say([report])
 
 
-def _standing(worker: int, look: Observation, still_s: float, counts: Sequence[OperationCount]) -> Standing:
+def _standing(worker: int, look: Observation, still_s: float, counts: Sequence[OperationCount], doing: str) -> Standing:
     if look.stopped:
         waits_for = WaitsFor.SIGNAL
     elif look.waiting:
         waits_for = WaitsFor.CONTROLLER
+    elif look.in_collective:
+        waits_for = WaitsFor.RANKS
     else:
-        waits_for = WaitsFor.RANKS if look.in_collective else WaitsFor.NOTHING
-    return Standing(worker, look.tag.step, look.tag.phase, waits_for, max(0.0, still_s), tuple(counts[:MAX_TOLD]))
+        waits_for = WaitsFor.READER if look.unread else WaitsFor.NOTHING
+    told = tuple(counts[:MAX_TOLD]), doing[:MAX_DOING]
+    return Standing(worker, look.tag.step, look.tag.phase, waits_for, max(0.0, still_s), *told)

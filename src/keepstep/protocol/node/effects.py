@@ -57,8 +57,8 @@ class Depart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LookCloser:
-    """Read the operation counts on the pages of these workers, and the snapshots in their memory; then call
-    `looked_closer`."""
+    """Read the operation counts on the pages of these workers, the snapshots in their memory, and what their processes
+    do; then call `looked_closer`."""
 
     workers: tuple[int, ...]
 

@@ -40,13 +40,17 @@ def was_passed(before: Tag, after: Tag) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Observation:
-    """An observation of a worker's page and process. ``stopped``: SIGSTOP holds the process."""
+    """An observation of a worker's page and process.
+
+    ``stopped``: SIGSTOP holds the process. ``unread``: it sleeps, and nobody reads the output of this job.
+    """
 
     tag: Tag
     progress: int
     waiting: bool
     in_collective: bool
     stopped: bool
+    unread: bool
 
 
 Verdict = WorkerSuspected | SuspicionLifted | JobStalled
@@ -82,7 +86,7 @@ class _Watched:
         look = self.seen
         if look is None or (look.waiting and self.obey_within_s is not None):
             return False
-        return look.waiting or (look.in_collective and not self.stopping)
+        return look.waiting or look.unread or (look.in_collective and not self.stopping)
 
     def has_had(self, *phases: Phase) -> None:
         """Records that the next phase of each kind is not the first one of this process."""
@@ -196,6 +200,8 @@ class LivenessMachine:
         watched.seen = look
         if before is None or (before.tag, before.progress) != (look.tag, look.progress):
             watched.changed_s = now_s
+        if before is not None and before.unread and not look.unread:
+            watched.changed_s = now_s  # somebody reads again, and the rank is about to go on
         if not look.waiting or look.progress != watched.progress_at_order:
             watched.obey_within_s = None
         if not look.stopped:

@@ -99,8 +99,11 @@ class Standstill:
             self.num_told += 1
 
     def idle(self) -> set[int]:
-        """Returns the workers that may hang: they have made no progress for long, and wait for no other process."""
-        alone = (WaitsFor.NOTHING, WaitsFor.SIGNAL)
+        """Returns the workers that may hang: they have made no progress for long, and wait for no other rank.
+
+        Nor does the copy of one count that waits for a reader, who may never come.
+        """
+        alone = (WaitsFor.NOTHING, WaitsFor.SIGNAL, WaitsFor.READER)
         return {n for node in self._by_node.values() for n, (where, _) in node.items() if where.waits_for in alone}
 
     def explained(self, detail: str, now_s: float) -> str:

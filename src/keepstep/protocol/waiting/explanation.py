@@ -30,8 +30,8 @@ class RankState:
 
     @property
     def waits(self) -> bool:
-        """Whether the rank waits in a collective, a send or a recv."""
-        return self.standing is not None and self.standing.waits_for is WaitsFor.RANKS
+        """Whether the rank waits in a collective, a send or a recv, or for a reader."""
+        return self.standing is not None and self.standing.waits_for in (WaitsFor.RANKS, WaitsFor.READER)
 
     def has_begun(self, step: int) -> bool:
         """Returns whether the rank makes no progress inside this step or a later one."""
@@ -40,11 +40,12 @@ class RankState:
 
 
 def explain(ranks: Sequence[RankState], now_s: float | None) -> str | None:
-    """Returns the sentence; None if no rank waits for another one.
+    """Returns the sentence; None if no rank waits for another one, or for somebody to read its output.
 
     Args:
         ranks: all ranks of the job.
-        now_s: the present time; None leaves out durations, so that equal situations have equal sentences.
+        now_s: the present time; None leaves out durations and what processes do, so that equal situations have equal
+            sentences.
     """
     if not any(state.waits for state in ranks):
         return None
@@ -94,6 +95,8 @@ def _where(state: RankState) -> str:
         return f"HAS waited for the controllerTIME ({place})"
     if standing.waits_for is WaitsFor.SIGNAL:
         return f"HAS been stopped by a signal (SIGSTOP)TIME ({place})"
+    if standing.waits_for is WaitsFor.READER:
+        return f"HAS waited for somebody to read ITS outputTIME ({place})"
     if standing.waits_for is WaitsFor.NOTHING:
         return f"HAS computedTIME ({place}, in no collective)"
     if standing.phase is Phase.SYNCED:
@@ -135,7 +138,15 @@ def _part(where: str, states: list[RankState], now_s: float | None) -> str:
         still_s = max(0.0, now_s - max(state.since_s for state in states))
         time = f" for {still_s:.0f} s" if still_s >= 10 else f" for {still_s:.1f} s"
     words = where.replace("HAS", _has(ranks), 1).replace("ITS", _its(ranks), 1).replace("TIME", time, 1)
-    return f"{_who(ranks)} {words}"
+    return f"{_who(ranks)} {words}{'' if now_s is None else _doing(states)}"
+
+
+def _doing(states: list[RankState]) -> str:
+    """Returns what the process of the first rank does that tells it; where ranks wait for others, the others' code is
+    at the same place in most cases."""
+    told = ((state.rank, state.standing.doing) for state in states if state.standing is not None)
+    rank, doing = next((each for each in told if each[1]), (0, ""))
+    return f", {doing}" if doing and len(states) == 1 else f", rank {rank} {doing}" if doing else ""
 
 
 # ---- mismatches -----------------------------------------------------------------------------------------------------

@@ -67,12 +67,18 @@ class WaitsFor(enum.StrEnum):
     CONTROLLER = "the controller"
     SIGNAL = "SIGCONT"
     """SIGSTOP has stopped the process."""
+    READER = "a reader"
+    """The process sleeps, and nobody reads the output of the job: its terminal or pipe takes no more."""
     NOTHING = "nothing"
     """The rank runs its own code: it computes, reads, or hangs."""
 
 
 MAX_TOLD = 16
 """Most counts of a rank in a report. They include those of the groups in which it waits, which it used last."""
+
+
+MAX_DOING = 1000
+"""Limit of what is told of a process, in characters."""
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -86,3 +92,6 @@ class Standing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """How long it had made no progress at the time of the report, in seconds. Finite, because the journal is JSON."""
     counts: Annotated[tuple[OperationCount, ...], msgspec.Meta(max_length=MAX_TOLD)]
     """The counts of its groups and peers, most recently used first, at most `MAX_TOLD`."""
+    doing: Annotated[str, msgspec.Meta(max_length=MAX_DOING)]
+    """What the operating system and Python say that its process does, in words for people; empty if they do not tell.
+    No decision depends on it."""

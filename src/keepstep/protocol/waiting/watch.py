@@ -62,7 +62,7 @@ class StandingWatch:
         """
         self._read_s = now_s
         found = tuple(standing)
-        picture = tuple(msgspec.structs.replace(each, still_s=0.0) for each in found)
+        picture = tuple(msgspec.structs.replace(each, still_s=0.0, doing="") for each in found)
         if picture == self._told and not (picture and now_s - self._told_s >= REPEAT_S):
             return None
         self._told, self._told_s = picture, now_s

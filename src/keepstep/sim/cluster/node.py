@@ -211,7 +211,7 @@ class SimulatedNode:
                 case LookCloser():
                     counts = {number: self.workers[number].counts() for number in effect.workers}
                     snapshots = {number: self._snapshots_of(number) for number in effect.workers}
-                    self._machine.looked_closer(counts, snapshots, self.clock_s)
+                    self._machine.looked_closer(counts, snapshots, {}, self.clock_s)
                 case Leave():
                     self.leave(self._incarnation)
                 case Signal():

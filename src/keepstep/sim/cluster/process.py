@@ -145,7 +145,7 @@ class SimulatedProcess(ABC):
     def look(self) -> Observation:
         """Returns what its agent observes."""
         in_collective = self.in_collective is not None
-        return Observation(self.tag, self._progress, self._is_waiting, in_collective, self.is_stopped)
+        return Observation(self.tag, self._progress, self._is_waiting, in_collective, self.is_stopped, False)
 
     def take_passed(self) -> list[tuple[Phase, float, float]]:
         """Returns (phase, begin, end) of the phases that have ended since the last call, as the page's ring shows."""
