@@ -33,9 +33,11 @@ def begun(folder: Path, *, has_ended: bool = False, journal: bytes = b"an entry\
 
 def error_of(folder: Path, *, is_child: bool = False) -> str:
     """What a controller without ``--continue`` says of it."""
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigurationError) as caught:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        run_controller(ControllerOptions(SETTINGS, folder, listen, SECRET, None, is_child=is_child))
+        options = ControllerOptions(SETTINGS, folder, listen, SECRET, None, is_child=is_child)
+        with pytest.raises(ConfigurationError) as caught:
+            run_controller(options)
     return str(caught.value)
 
 

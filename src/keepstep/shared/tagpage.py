@@ -36,6 +36,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import mmap
+import os
 import struct
 import threading
 import time

@@ -236,7 +236,7 @@ def test_the_controller_of_another_job_is_not_believed() -> None:
 
     async def scene(controller: Served) -> None:
         line = controller.line(Credentials.of(Secret.new(), Claim(Role.AGENT, "a")))
-        with pytest.raises(ConfigurationError, match=r"127\.0\.0\.1:\d+ is not of this job: this node's token or secret"):
+        with pytest.raises(ConfigurationError, match=r"127\.0\.0\.1:\d+ is not of this job: this node's token"):
             await line.run()
         await still_serves(controller)
 

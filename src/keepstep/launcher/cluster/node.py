@@ -211,5 +211,5 @@ async def _first_of(*awaited: asyncio.Future[Any] | None) -> None:
 
 
 def _tell_trouble(trouble: str, *, was_connected: bool) -> None:
-    what = "no connection to the controller, training continues" if was_connected else "no connection to a controller yet"
-    print(f"keepstep: {what}: {printable(trouble)}", file=sys.stderr, flush=True)
+    where = "the controller, training continues" if was_connected else "a controller yet"
+    print(f"keepstep: no connection to {where}: {printable(trouble)}", file=sys.stderr, flush=True)

@@ -70,8 +70,8 @@ class ControllerOptions:
     drain_on: tuple[int, ...] = ()
     """Signals that drain besides SIGTERM and SIGHUP."""
     is_child: bool = False
-    """Whether the node's agent has started it, and tells it what to do about signals. An unfinished run in the folder is
-    moved aside, for its agent is gone, too."""
+    """Whether the node's agent has started it, and tells it what to do about signals. It moves an unfinished run in the
+    folder aside, for the agent of that is gone, too."""
     is_standby: bool = False
     """Whether to wait until the controller of the folder's run is gone, and then to take over."""
     takeover_s: float = HOLD_S
