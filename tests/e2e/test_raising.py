@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.support.jobs import SCRIPTS, run
 
@@ -25,3 +26,31 @@ def test_a_half_updated_copy_is_restored_after_a_kill_in_the_same_step() -> None
     assert sum("raised 1, " in line for line in lines) == 1
     assert len({line.partition("sum ")[2] for line in lines}) == 1, out
     assert "rank 0, step 3: optimizer.step() has raised, and a rank was lost in the same step" in err
+
+
+REPLACEMENT = """
+import os, signal, torch, keepstep
+
+session = keepstep.init(seed=0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session.protect(model=model, optimizer=optimizer)
+for step in session.steps(12):
+    with step:
+        if session.rank == 1 and session.generation == 2:
+            raise ValueError("on the replacement")
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if step.index == 5 and session.rank == 1 and session.generation == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_traceback_of_a_replacement_has_its_rank_in_front(tmp_path: Path) -> None:
+    """torch puts there the rank that a process had in `init_process_group`, which was a spare's."""
+    (tmp_path / "train.py").write_text(REPLACEMENT)
+    code, _out, err = run("run", "--nproc-per-node", 2, "--spares", 1, tmp_path / "train.py")
+    assert code == 0, err
+    assert "[rank1]: ValueError: on the replacement" in err
+    assert "[rank0]" not in err

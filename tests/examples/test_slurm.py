@@ -26,14 +26,17 @@ JOB = 4242
 SCONTROL = """#!/bin/sh
 case "$*" in
     "show hostnames n[0-2]") printf '127.0.0.1\\n127.0.0.2\\n127.0.0.3\\n' ;;
-    "show hostnames n[1-2]") printf '127.0.0.2\\n127.0.0.3\\n' ;;
     "requeue 4242") echo requeued >> "$SLURM_SUBMIT_DIR/requeued" ;;
     *) exit 2 ;;
 esac
 """
 SQUEUE = """#!/bin/sh
-test "$*" = "--noheader --jobs=4242 --format=%N" || exit 2
-cat "$SLURM_SUBMIT_DIR/nodes"
+test "$*" = "--noheader --jobs=4242 --format=%T" || exit 2
+cat "$SLURM_SUBMIT_DIR/job-state"
+"""
+SINFO = """#!/bin/sh
+test "$*" = "--noheader --nodes=127.0.0.1 --format=%t" || exit 2
+cat "$SLURM_SUBMIT_DIR/node-state"
 """
 SRUN = """#!{python}
 # Starts one task for each node, and waits for all of them, as with --no-kill: whatever becomes of one, the others stay.
@@ -57,6 +60,16 @@ sys.exit(max(task.wait() % 256 for task in tasks))
 """
 
 
+def install(folder: Path, *more: tuple[str, str], job_state: str = "RUNNING\n", node_state: str = "alloc\n") -> None:
+    """Puts the commands into a folder, and what they answer."""
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, text in (("scontrol", SCONTROL), ("squeue", SQUEUE), ("sinfo", SINFO), *more):
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "job-state").write_text(job_state)
+    (folder / "node-state").write_text(node_state)
+
+
 class Job:
     """The script, with fewer ranks, in a folder from which it is submitted."""
 
@@ -64,11 +77,7 @@ class Job:
         self.folder = folder
         self.run = folder / f"run-{JOB}"
         self.started: list[subprocess.Popen[bytes]] = []
-        (folder / "bin").mkdir()
-        (folder / "nodes").write_text("n[0-2]\n")
-        for name, text in (("scontrol", SCONTROL), ("squeue", SQUEUE), ("srun", SRUN.format(python=sys.executable))):
-            (folder / "bin" / name).write_text(text)
-            (folder / "bin" / name).chmod(0o755)
+        install(folder, ("srun", SRUN.format(python=sys.executable)))
         write_private(folder / "job.secret", SECRET.text())
         text = SBATCH.read_text()
         port = Nodes(folder).endpoint.rpartition(":")[2]
@@ -149,7 +158,7 @@ def test_who_is_left_without_the_first_node_requeues_the_job(job: Job) -> None:
     path.write_text(path.read_text().replace("--report", "--controller-timeout 3 --report"))
     process = job.start()
     await_training(job.run / "node-0")
-    (job.folder / "nodes").write_text("n[1-2]\n")
+    (job.folder / "node-state").write_text("down*\n")
     job.power_off(0)
     job.wait(process)
     assert (job.folder / "requeued").read_text() == "requeued\n" * 2
@@ -168,6 +177,42 @@ def test_a_job_that_is_cancelled_ends_as_one(job: Job) -> None:
     for node in range(3):
         os.killpg(job.task(node).pid, signal.SIGTERM)
     assert job.wait(process) == 1, job.output()
+    assert not (job.folder / "requeued").exists()
+
+
+ENDED = "#!/bin/sh\nexit 1\n"
+TOLD = "#!/bin/sh\nkill -{signal} $PPID\nexit 1\n"
+
+
+@pytest.mark.parametrize(
+    ("job_state", "node_state", "keepstep", "starts_over"),
+    [
+        ("RUNNING\n", "down*\n", ENDED, True),
+        ("RUNNING\n", "down\n", ENDED, True),
+        ("RUNNING\n", "down\ndown\n", ENDED, True),
+        ("RUNNING\n", "alloc\n", ENDED, False),
+        ("RUNNING\n", "comp\n", ENDED, False),
+        ("RUNNING\n", "", ENDED, False),
+        ("COMPLETING\n", "down*\n", ENDED, False),
+        ("CANCELLED\n", "down*\n", ENDED, False),
+        ("", "down*\n", ENDED, False),
+        ("", "", ENDED, False),
+        ("RUNNING\n", "down*\n", TOLD.format(signal="TERM"), False),
+        ("RUNNING\n", "down*\n", TOLD.format(signal="USR1"), False),
+    ],
+)
+def test_a_job_starts_over_only_if_slurm_says_that_its_first_node_is_down(
+    job_state: str, node_state: str, keepstep: str, starts_over: bool, tmp_path: Path
+) -> None:
+    """It took a node for down that squeue did not list, which is so at every end of a job, and in silence."""
+    install(tmp_path, ("keepstep", keepstep), job_state=job_state, node_state=node_state)
+    (on_each_node,) = re.findall(r"^on_each_node='(.*?)^'", SBATCH.read_text(), re.MULTILINE | re.DOTALL)
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    environment |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": str(JOB), "SLURM_NODEID": "1"}
+    command = ["bash", "-c", on_each_node, "node", "127.0.0.1", str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert (tmp_path / "requeued").exists() is starts_over
 
 
 def test_flags_are_those_of_keepstep() -> None:
@@ -177,7 +222,7 @@ def test_flags_are_those_of_keepstep() -> None:
     shown = set(re.findall(r"(?<!\S)--[a-z-]+", line + rest))
     known = {option for action in make_parser("keepstep run")._actions for option in action.option_strings}
     assert shown <= known
-    assert len(shown) == 9
+    assert len(shown) == 10
     (grace,) = re.findall(r"--grace (\d+)", rest)
     assert int(grace) < 30, "Slurm's KillWait by default"
 

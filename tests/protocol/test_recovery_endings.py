@@ -641,3 +641,15 @@ def test_the_job_ends_once() -> None:
     assert job.machine.ended == job.ended
     assert len(job.orders(Recover)) == 1
     assert job.orders(WorkerLost) == []
+
+
+def test_a_rescue_for_which_no_rank_is_left_ends_at_once() -> None:
+    """It was noticed with the next event only, and that was the deadline, a minute later."""
+    job = SimulatedJob(world_size=2, num_spares=0, max_recoveries_without_progress=0).bring_all(3, Phase.BACKWARD)
+    begun_s = job.now_s
+    for rank in range(2):
+        job.kill(job.holder(rank))
+    job.settle()
+    exit_code, reason = ended(job)
+    assert (exit_code, job.now_s - begun_s < 1.0) == (EXIT_TOO_FEW_RANKS, True)
+    assert "1 failures in a row without a completed step" in reason

@@ -49,6 +49,7 @@ from keepstep.worker.once import Once
 from keepstep.worker.parallel.choose import layout_of
 from keepstep.worker.parallel.peers import data_ranks, first_tensor_peer, ranks_of_mesh
 from keepstep.worker.parking import take_parked
+from keepstep.worker.process.excepthook import RankInFront
 from keepstep.worker.process.termination import outlive_signals
 from keepstep.worker.publication import StepPublication, Voice
 from keepstep.worker.recovery import Recovery
@@ -172,7 +173,9 @@ class Session(Loops):
         link.listen(coordination.on_order)
         if rank is None:
             have_samplers_wait(coordination.await_rank)
+        hook = sys.excepthook
         groups.join_world(rank or 0, world_size, coordination.await_rank, store, timeout)
+        sys.excepthook = RankInFront(hook, lambda: coordination.machine.rank)
         if parked is None:
             coordination.join()
         return coordination

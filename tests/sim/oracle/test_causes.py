@@ -2,13 +2,13 @@
 
 import pytest
 
-from keepstep.sim.faults import RELAY_FAULTS, WEIGHTS
+from keepstep.sim.faults import RELAY_FAULTS, SILENCES, WEIGHTS
 from keepstep.sim.oracle.causes import HARMLESS, REPEATED_EVERY_S, Causes, most_recoveries
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 
 def test_what_is_said_of_faults_is_said_of_faults_that_there_are() -> None:
-    assert HARMLESS | REPEATED_EVERY_S.keys() <= {*WEIGHTS, *RELAY_FAULTS}
+    assert HARMLESS | REPEATED_EVERY_S.keys() <= {*WEIGHTS, *RELAY_FAULTS, *SILENCES}
 
 
 def test_a_fault_may_begin_one_recovery_and_what_lasts_may_begin_more() -> None:

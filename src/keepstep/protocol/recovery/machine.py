@@ -228,7 +228,8 @@ class RecoveryMachine:
         """Ends every event: continues to the next stage if nothing is awaited any more. Returns the event's orders."""
         self.quarantine.release(now_s)
         self._claims.follow()
-        self._go(self._stage.proceed(now_s), now_s)
+        while (to := self._stage.proceed(now_s)) is not None:  # the next stage may await nothing either
+            self._go(to, now_s)
         return self._job.orders.take()
 
     # ---- silence ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import msgspec
 
 from keepstep.errors import ConfigurationError, KeepstepError, PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import AnyTransferMessage, BucketUnchanged, Notice, SaidTo, UpdateBeganFor
-from keepstep.systemcalls import needed
 from keepstep.trust.tokens import Secret
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.remote import messages as msg
@@ -183,8 +182,7 @@ class Feeder:
         host, port = split_address(address)
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            with needed(f"listen at {address}"):
-                self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+            self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError as error:
             raise ConfigurationError(f"cannot listen at {address}: {error.strerror or error}") from None
         shown = f"[{host}]" if ":" in host else host

@@ -27,6 +27,7 @@ from keepstep.protocol.messages import WorkerFailed, text
 from keepstep.systemcalls import own_refusal
 from keepstep.worker.link import Link
 from keepstep.worker.parking import park
+from keepstep.worker.process.excepthook import is_usual
 from keepstep.worker.session import current_session
 
 EXIT_EXCEPTION = 1
@@ -184,7 +185,7 @@ def _fail(error: BaseException) -> None:
         sys.last_exc = error
     refused = own_refusal(error)
     try:
-        if refused is not None and _is_usual(sys.excepthook):
+        if refused is not None and is_usual(sys.excepthook):
             print(f"keepstep: {refused}", file=sys.stderr)
         else:
             sys.excepthook(type(error), error, error.__traceback__)
@@ -196,11 +197,6 @@ def _fail(error: BaseException) -> None:
     _explain(error)
     flush()
     _report(refused or error)
-
-
-def _is_usual(hook: object) -> bool:
-    """Whether a hook for exceptions only prints them: Python's, or torch's, which puts the rank in front."""
-    return hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch.")
 
 
 def _report(error: BaseException) -> None:
