@@ -13,11 +13,13 @@ import pytest
 from tests.network.cluster import SCRIPT
 from tests.support.jobs import IGNORED, IGNORING, ignored_by
 from tests.support.nodes import DEADLINE_S, SECRET, Nodes, agent, await_controller, await_output, await_training
+from tests.support.watching import await_journal
 
 from keepstep.config import SECRET_VARIABLE
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster import flags
 from keepstep.launcher.cluster.flags import Shape
+from keepstep.trace.record import runfolder
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,19 @@ def test_a_signal_to_the_hosting_node_drains_the_job(is_told_both: bool, nodes: 
     assert codes == (1, 1), said
     assert all(re.search(r"ended by SIGTERM: drained at step \d+", out) for out in said), said
     assert not psutil.pid_exists(controller.pid)
+
+
+def test_a_signal_to_all_nodes_drains_the_job_whoever_hears_it_first(nodes: Nodes) -> None:
+    """Neither does the node of a warm spare leave with a rank that has moved there, nor does one move."""
+    flags = ("--nnodes", "2:3", "--spares", 1)
+    started = [nodes.run(rank, *flags, steps=100_000) for rank in range(3)]
+    await_training(nodes.folder / "run-0")
+    await_journal(nodes.folder / "run-0" / runfolder.JOURNAL, "WorkerReady", 3)
+    for node in reversed(started):
+        node.send_signal(signal.SIGTERM)
+    codes, said = zip(*(nodes.wait(f"out-{number}") for number in range(3)), strict=True)
+    assert codes == (1, 1, 1), said
+    assert all(re.search(r"ended by SIGTERM: drained at step \d+", out) for out in said[:2]), said
 
 
 def test_a_hosted_controller_that_dies_in_a_drain_goes_on_with_it(nodes: Nodes) -> None:

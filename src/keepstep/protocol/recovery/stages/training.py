@@ -71,9 +71,14 @@ class Training(JobStage):
         return self.spread(now_s)
 
     def spread(self, now_s: float) -> Next:
-        """Moves ranks to warm spares, if they share a device, their device is unhealthy, or their node drains."""
+        """Moves ranks to warm spares, if they share a device, their device is unhealthy, or their node drains.
+
+        None moves in a job that drains: all of its nodes leave, and the spare's may be the next.
+        """
         job = self.job
-        moved = [] if job.membership is None else job.processes.move(job.membership, now_s)
+        if job.membership is None or job.drain.reason is not None:
+            return None
+        moved = job.processes.move(job.membership, now_s)
         return GiveUp(moved) if moved else None
 
     def job_stalled(self, report: JobStalled, now_s: float) -> Next:
