@@ -116,3 +116,29 @@ def test_an_error_of_a_loaders_worker_is_raised_where_the_script_waits_for_the_l
         """
     )
     assert (code, said) == (0, "1 True\nTrue True\n"), said
+
+
+def test_a_broken_connection_is_that_of_a_child_that_is_about_to_end() -> None:
+    """The kernel closes what a process had open, and only then its parent hears of the end."""
+    code, said = outcome(
+        """
+        gone, go_on = multiprocessing.Pipe(), multiprocessing.Pipe()
+
+        def end():
+            go_on[1].close()
+            gone[0].close(), gone[1].close()
+            go_on[0].poll(60.0)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        child = multiprocessing.get_context("fork").Process(target=end)
+        child.start()
+        gone[1].close(), go_on[0].close()
+        try:
+            gone[0].recv()
+        except EOFError as error:
+            threading.Timer(0.2, go_on[1].close).start()
+            print(termination.has_lost_child(error), termination.has_lost_child(ValueError()))
+        """
+    )
+    assert (code, said) == (0, "True True\n"), said

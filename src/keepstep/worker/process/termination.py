@@ -9,7 +9,9 @@ restores the default.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import multiprocessing.connection
 import multiprocessing.process
 import os
 import signal
@@ -51,6 +53,10 @@ def restore_default(number: int = signal.SIGTERM) -> bool:
     return True
 
 
+ENDING_S = 1.0
+"""How long the end of a child is waited for if a connection is broken, perhaps to a child."""
+
+
 def has_lost_child(error: BaseException) -> bool:
     """Whether a child process of this one, such as a worker of a data loader, was ended by one of those signals.
 
@@ -64,8 +70,16 @@ def has_lost_child(error: BaseException) -> bool:
             if any(f"killed by signal: {signal.strsignal(number)}" in str(cause) for number in _outlived):
                 return True
             cause = cause.__cause__ or cause.__context__
-    children = getattr(multiprocessing.process, "_children", ())
-    return any(-(each.exitcode or 0) in _outlived for each in tuple(children))
+    children = tuple(getattr(multiprocessing.process, "_children", ()))
+    if isinstance(
+        error, OSError | EOFError
+    ):  # the kernel closes the connections of a process before it reports its end
+        ending = multiprocessing.connection.wait([each.sentinel for each in children], ENDING_S)
+        for each in children:
+            if each.sentinel in ending:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitid(os.P_PID, each.pid, os.WEXITED | os.WNOWAIT)
+    return any(-(each.exitcode or 0) in _outlived for each in children)
 
 
 class _LoaderErrors:
