@@ -94,3 +94,13 @@ def test_buckets_that_move_are_reported_and_nothing_else(monkeypatch: pytest.Mon
         assert told.wait(10.0)
     finally:
         moving.end()
+
+
+def test_a_state_is_moved_where_no_thread_can_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit on threads is reached. Nothing but the report needs this one."""
+
+    def refuses(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    recovery._Moving(lambda: None, lambda: 0).end()

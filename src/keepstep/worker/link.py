@@ -156,9 +156,9 @@ class Link:
         except BaseException as error:  # of any kind: a rank that hears no order any more must not train on
             if (refused := refusal(error)) is None:
                 traceback.print_exc()
+            why = "" if refused is None else f": {refused}"
             print(
-                f"keepstep: this worker cannot handle what its agent sends, so it ends{'' if refused is None else ': '}"
-                f"{refused or ''}",
+                f"keepstep: this worker cannot handle what its agent sends, so it ends{why}",
                 file=sys.stderr,
                 flush=True,
             )

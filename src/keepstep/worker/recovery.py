@@ -465,13 +465,19 @@ class Recovery:
 
 
 class _Moving:
-    """A thread that reports every few seconds if this process has moved more of a state: to or from files, or peers."""
+    """A thread that reports every few seconds if this process has moved more of a state: to or from files, or peers.
+
+    Where no thread can be started nothing is reported, and the state is moved all the same.
+    """
 
     def __init__(self, report: Callable[[], None], num_buckets: Callable[[], int]) -> None:
         self._report, self._num_buckets = report, num_buckets
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="keepstep-moving", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._is_over.set()
 
     def _watch(self) -> None:
         bytes_before, buckets_before = _bytes_moved(), self._num_buckets()
@@ -482,8 +488,9 @@ class _Moving:
                 self._report()
 
     def end(self) -> None:
-        self._is_over.set()
-        self._thread.join()
+        if not self._is_over.is_set():
+            self._is_over.set()
+            self._thread.join()
 
 
 def _bytes_moved() -> int:

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 DEPART_S = 2 * DELIVER_S
 """How long a node that leaves delivers its last reports, and waits for the controller's acknowledgement. Without one,
 its lease expires later."""
-JOB_FIRST_S, JOB_FIRST = 1.0, 0.25
+HEAD_START_S, HEAD_START_SHARE = 1.0, 0.25
 """A scheduler that ends a job signals all of its nodes, not quite at once. So a node that does not host the controller
 waits before it has its ranks moved, perhaps to nodes that leave as well: the controller may be about to drain the job.
 The second is the greatest share of the grace period that this may take."""
@@ -163,11 +163,11 @@ class _Part:
             self._hosted.drain(signals.drain.result())
             await asyncio.wait(others, timeout=self._grace_s + LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
             return
-        job_first_s = min(JOB_FIRST_S, JOB_FIRST * self._grace_s)
-        await asyncio.wait(others, timeout=job_first_s, return_when=asyncio.FIRST_COMPLETED)
+        head_start_s = min(HEAD_START_S, HEAD_START_SHARE * self._grace_s)
+        await asyncio.wait(others, timeout=head_start_s, return_when=asyncio.FIRST_COMPLETED)
         if not any(each.done() for each in others):
             self._agent.drain(reason)
-            await asyncio.wait(others, timeout=self._grace_s - job_first_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(others, timeout=self._grace_s - head_start_s, return_when=asyncio.FIRST_COMPLETED)
         if not any(each.done() for each in others):
             self._agent.depart(reason)
             await asyncio.wait({serving}, timeout=DEPART_S)

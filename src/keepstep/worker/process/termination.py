@@ -27,6 +27,8 @@ _NOTHING = ctypes.cast(_libc.abs, ctypes.c_void_p).value
 """The address of ``abs``: a C function that takes an int, as a handler does, and changes nothing."""
 _outlived: set[int] = set()
 """The signals on which the launcher drains."""
+ENDING_S = 1.0
+"""How long the end of a child is waited for if a connection is broken, perhaps to a child."""
 _SIGACTION_BYTES = 256
 """More than any ``struct sigaction`` has; its first member is the handler."""
 held_back: list[Exception] = []
@@ -51,10 +53,6 @@ def restore_default(number: int = signal.SIGTERM) -> bool:
         return False
     _libc.signal(number, _DEFAULT)
     return True
-
-
-ENDING_S = 1.0
-"""How long the end of a child is waited for if a connection is broken, perhaps to a child."""
 
 
 def has_lost_child(error: BaseException) -> bool:
