@@ -283,7 +283,7 @@ class Coordination:
         """
         harm = self.missing_values.conclude(host)
         if self._update_raised and self.interrupted:
-            self.machine.found_partially_updated(None)
+            self.machine.found_partially_updated(None, "optimizer.step() has raised and may have updated a part of it")
             print(
                 f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: optimizer.step() has raised, and "
                 "a rank was lost in the same step; this rank's copy may be half updated and has to be restored",
@@ -292,7 +292,8 @@ class Coordination:
         elif self.machine.in_doubt and harm is None:
             self.machine.found_whole()
         elif self.machine.in_doubt and harm is not None:
-            self.machine.found_partially_updated(self.digest_of_copy() if harm.is_doubt else None)
+            flaw = f"the value that a failure cut off may have got into {harm.where}"
+            self.machine.found_partially_updated(self.digest_of_copy() if harm.is_doubt else None, flaw)
             counts = (
                 "counts only if no other is left and a replica's equals it" if harm.is_doubt else "has to be restored"
             )
