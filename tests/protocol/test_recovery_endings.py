@@ -211,7 +211,7 @@ def test_a_copy_that_was_on_its_way_is_named_with_the_loss_before() -> None:
     exit_code, reason = ended(job)
     assert exit_code == 75
     assert reason.endswith(
-        ": rank 0: killed by SIGKILL; rank 1: killed by SIGKILL, and its replacement has not yet received the state"
+        ": rank 0: killed by SIGKILL; rank 1: killed by SIGKILL, and no replacement has received the state yet"
     )
 
 

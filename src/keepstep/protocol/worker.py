@@ -77,8 +77,7 @@ class WorkerMachine:
     """
 
     def __init__(self, worker: int, pid: int, rank: int | None) -> None:
-        self.worker = worker
-        self.rank = rank
+        self.worker, self.rank, self._pid = worker, rank, pid
         self.steps = StepMachine()
         self.state = WorkerState.LAUNCHED
         self.generation = 0
@@ -97,7 +96,6 @@ class WorkerMachine:
         """Whether the script has run a collective after the gradient barrier."""
         self.stopped_in: tuple[int, Phase] | None = None
         """Step and phase in which this rank was interrupted; None once its groups are connected again."""
-        self._pid = pid
         self.assignment: msg.Assign | None = None
         """The last `Assign`: the rank of this worker, and its local rank."""
         self.membership: msg.Membership | None = None

@@ -213,7 +213,7 @@ def without_copy(
         elif (worker := holders.get(rank)) is None:
             why = lost.get(rank, "lost")
         elif rank in lost:
-            why = f"{lost[rank]}, and its replacement has not yet received the state"
+            why = f"{lost[rank]}, and no replacement has received the state yet"
         else:
             flaw = worker.safe.flaw if worker.safe is not None else None
             why = flaw or "it has not yet had any state"
