@@ -57,7 +57,7 @@ class Agent:
 
     def __init__(self, number: int, world_size: int, endpoint: str, credentials: Credentials) -> None:
         self.name = f"node-{number}"
-        joined = msg.NodeJoined(self.name, 1, self.name, number, world_size, ())
+        joined = msg.NodeJoined(self.name, 1, self.name, number, world_size, (), 0)
         self.machine = AgentMachine(joined, time.time_ns(), Deadlines(long_s=1e9))
         self.connection = RpcControllerConnection([endpoint], credentials)
         self.phases = PhaseReporter(self.name, self.connection)
@@ -135,7 +135,7 @@ class Agent:
                 self.machine.said(
                     self.worker,
                     msg.SafePointReached(
-                        me, order.generation, at, Phase.UPDATED, reach, self.step, (), False, (), None
+                        me, order.generation, at, Phase.UPDATED, reach, self.step, (), False, (), None, None
                     ),
                     now_s,
                 )

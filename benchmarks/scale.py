@@ -153,7 +153,7 @@ class Cluster:
         self.controller = ControllerMachine(RecoverySettings(num_nodes * per_node, 1, per_node), lease_s=None)
         self.agents = {
             f"node-{number}": AgentMachine(
-                msg.NodeJoined(f"node-{number}", per_node + (number == 0), "site", 0, 0, ()), 1, Deadlines()
+                msg.NodeJoined(f"node-{number}", per_node + (number == 0), "site", 0, 0, (), 0), 1, Deadlines()
             )
             for number in range(num_nodes)
         }
@@ -374,7 +374,7 @@ class Cluster:
                 self._worker_says(node, number, 0.5, _ready(number, 1, (0,)))
             case msg.Stop():
                 report = msg.SafePointReached(
-                    (number,), order.generation, STEP, Phase.BACKWARD, (STEP,), STEP, (), False, (), None
+                    (number,), order.generation, STEP, Phase.BACKWARD, (STEP,), STEP, (), False, (), None, None
                 )
                 self._worker_says(node, number, self._drawn(assumed.stop_s), report)
             case msg.Recover():

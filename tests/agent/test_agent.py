@@ -120,7 +120,7 @@ def play(
 
     async def whole() -> None:
         async with serving(tmp_path, script, deadlines) as (controller, agent, running):
-            assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE, 0, 1, ())]
+            assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE, 0, 1, (), 0)]
             await scene(controller, agent, running)
 
     asyncio.run(whole())
@@ -241,7 +241,7 @@ def test_a_node_that_was_evicted_ends_its_processes_and_joins_again(tmp_path: Pa
         assert pid is not None
         descriptor = os.pidfd_open(pid)
         controller.channel.send(msg.NodeEvicted(NODE, incarnation, "not heard of", False))
-        assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE, 0, 1, ())]
+        assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE, 0, 1, (), 0)]
         assert controller.line.incarnation == incarnation + 1
         assert agent.workers == {}
         assert select.select([descriptor], [], [], DEADLINE_S)[0], "the worker still runs"

@@ -157,7 +157,9 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
         for number in range(NODES):
             happens(
-                ReportsReceived(f"node-{number}", 1, (msg.NodeJoined(f"node-{number}", RANKS_PER_NODE, "", 0, 0, ()),))
+                ReportsReceived(
+                    f"node-{number}", 1, (msg.NodeJoined(f"node-{number}", RANKS_PER_NODE, "", 0, 0, (), 0),)
+                )
             )
         holders = {worker.rank: worker for worker in machine.roster.holders()}
         first = holders[0]

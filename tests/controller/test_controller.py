@@ -45,7 +45,7 @@ def test_a_cancellation_that_meets_a_message_is_not_lost(tmp_path: Path, turns: 
         ours, theirs = channel_pair()
         machine = ControllerMachine(RecoverySettings(1, 0), lease_s=None)
         running = asyncio.create_task(Controller(machine, OneNode("node", ours), recorder).run())
-        theirs.send(Packet("node", 1, 0, 0, (NodeJoined("node", 1, "", 0, 0, ()),), misses=False))
+        theirs.send(Packet("node", 1, 0, 0, (NodeJoined("node", 1, "", 0, 0, (), 0),), misses=False))
         answer = await theirs.receive()
         assert isinstance(answer, Packet)
         assert isinstance(answer.messages[0], StartWorker)
@@ -149,7 +149,7 @@ def test_who_has_lost_the_lease_says_nothing(tmp_path: Path, has_lease: bool) ->
         if not has_lease:
             raise LeaseLost("another one serves the run")
 
-    joined = Packet("node", 1, 0, 0, (NodeJoined("node", 1, "", 0, 0, ()),), misses=False)
+    joined = Packet("node", 1, 0, 0, (NodeJoined("node", 1, "", 0, 0, (), 0),), misses=False)
     asked = StoreRequested(0, 1, 1, "check", ("key",), b"")
     lines = Lines(*(Arrival("node", message) for message in (ClockAsked("node", 1), joined, asked)))
     with Recorder(tmp_path) as recorder:
@@ -186,8 +186,8 @@ def test_a_journal_that_cannot_be_written_may_be_another_controllers_by_now(
 @pytest.mark.parametrize(
     "said",
     [
-        Packet("node-b", 1, 0, 0, (NodeJoined("node-b", 1, "", 0, 0, ()),), misses=False),
-        Packet("node-a", 1, 0, 0, (NodeJoined("node-b", 1, "", 0, 0, ()),), misses=False),
+        Packet("node-b", 1, 0, 0, (NodeJoined("node-b", 1, "", 0, 0, (), 0),), misses=False),
+        Packet("node-a", 1, 0, 0, (NodeJoined("node-b", 1, "", 0, 0, (), 0),), misses=False),
         ClockAsked("node-b", 1),
         PhasesObserved("node-b", 1, b""),
         PhasesObserved("node-a", 1, b"no records"),
@@ -206,7 +206,7 @@ def test_an_agent_reports_for_its_own_node_only(tmp_path: Path, said: AnyMessage
             honest, thief = (network.line(network.credentials(name)) for name in ("node-b", "node-a"))
             async with connected(honest), connected(thief):
                 assert await honest.receive() == Connected()
-                honest.send(Packet("node-b", 1, 0, 0, (NodeJoined("node-b", 1, "", 0, 0, ()),), misses=False))
+                honest.send(Packet("node-b", 1, 0, 0, (NodeJoined("node-b", 1, "", 0, 0, (), 0),), misses=False))
                 assert isinstance(await honest.receive(), Packet)  # to start the worker
                 assert await thief.receive() == Connected()
                 thief.send(said)

@@ -52,7 +52,7 @@ def begun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[JournalEntry]:
         assert controller(folder) == 0
     settings = seen[0].recovery
     machine = ControllerMachine(settings)
-    joins = msg.NodeJoined("node-a", 1, "rack", 0, 0, ())
+    joins = msg.NodeJoined("node-a", 1, "rack", 0, 0, (), 0)
     machine.receive(msg.Packet("node-a", 1, 0, 0, (joins,), misses=False), time.monotonic())
     entries = machine.take_entries()
     assert any(entry.orders for entry in entries)

@@ -391,7 +391,7 @@ class SimulatedJob(SimulatedNodes):
         reach, at, _ = worker.said = (worker.reach(), worker.parameters_at, snapshots)
         self._queue(
             worker.number,
-            SafePointReached((worker.number,), worker.told, step, phase, reach, at, snapshots, False, (), None),
+            SafePointReached((worker.number,), worker.told, step, phase, reach, at, snapshots, False, (), None, None),
         )
 
     def _carry_out(self, worker: SimulatedWorker, order: Recover) -> None:
@@ -499,6 +499,7 @@ class SimulatedJob(SimulatedNodes):
     # ---- the agents carry out orders, and the oracle checks them ----------------------------------------------------
 
     def _perform(self, effects: list[Effect]) -> None:
+        self.oracle.check_stage(self.now_s)
         self.oracle.check_books()
         for effect in effects:
             self.effects.append(effect)

@@ -51,7 +51,7 @@ class SimulatedNodes:
 
     def offer(self, name: str, slots: int, domain: str = "") -> None:
         """A node comes up and offers itself."""
-        offer = NodeJoined(name, slots, domain, 0, 0, ())
+        offer = NodeJoined(name, slots, domain, 0, 0, (), slots)
         self.nodes[name] = SimulatedNode(offer)
         self._queue(("agent", name), offer)
 

@@ -64,6 +64,12 @@ class Oracle:
         if record is not None and record.generation == worker.generation and worker.rank is not None:
             assert record.actions[worker.rank] == worker.action
 
+    def check_stage(self, now_s: float) -> None:
+        """After every event, the stage waits for something: what could go on does not wait for an unrelated event."""
+        before = self.machine._stage
+        assert self.machine._proceed(now_s) == [], f"{before.stage} had more to order"
+        assert self.machine._stage is before, f"{before.stage} could go on to {self.machine.stage}"
+
     def check_books(self) -> None:
         """What the machine keeps up to date is what recounting gives, after every event."""
         roster = self.machine.roster

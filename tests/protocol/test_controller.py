@@ -177,7 +177,7 @@ def watching(*names: str, restarted_s: float | None = None) -> ControllerMachine
     """A controller that heard of these nodes at second 100, and never again; restarted later, where that is said."""
     controller = ControllerMachine(RecoverySettings(1, 0))
     for name in names:
-        controller.receive(Packet(name, 1, 0, 0, (msg.NodeJoined(name, 1, "x", 0, 0, ()),), misses=False), 100.0)
+        controller.receive(Packet(name, 1, 0, 0, (msg.NodeJoined(name, 1, "x", 0, 0, (), 0),), misses=False), 100.0)
     journal = controller.take_entries()
     if restarted_s is not None:
         controller = ControllerMachine.from_journal(controller.job.settings, journal, restarted_s)
@@ -370,7 +370,7 @@ def test_a_packet_of_an_earlier_life_is_refused_and_changes_nothing() -> None:
     num_entries = len(cluster.journal)
     for incarnation in (1, 5):
         cluster.controller.receive(
-            Packet("node-2", incarnation, 0, 0, (msg.NodeJoined("node-2", 1, "x", 0, 0, ()),), misses=False),
+            Packet("node-2", incarnation, 0, 0, (msg.NodeJoined("node-2", 1, "x", 0, 0, (), 0),), misses=False),
             cluster.now_s,
         )
         (answer,) = cluster.controller.packets(cluster.now_s)
@@ -382,13 +382,13 @@ def test_a_packet_of_an_earlier_life_is_refused_and_changes_nothing() -> None:
 
 def test_a_node_that_was_started_for_a_job_of_another_size_is_sent_away() -> None:
     controller = ControllerMachine(RecoverySettings(2, 0))
-    controller.receive(Packet("node-0", 1, 0, 0, (msg.NodeJoined("node-0", 1, "x", 0, 3, ()),), misses=False), 100.0)
+    controller.receive(Packet("node-0", 1, 0, 0, (msg.NodeJoined("node-0", 1, "x", 0, 3, (), 0),), misses=False), 100.0)
     (answer,) = controller.packets(100.0)
     assert answer == msg.NodeEvicted(
         "node-0", 1, "node node-0 was started for 3 ranks, and this job has 2", is_final=True
     )
     assert (controller.take_entries(), controller.connections) == ([], {})
-    controller.receive(Packet("node-0", 1, 0, 0, (msg.NodeJoined("node-0", 1, "x", 0, 2, ()),), misses=False), 100.0)
+    controller.receive(Packet("node-0", 1, 0, 0, (msg.NodeJoined("node-0", 1, "x", 0, 2, (), 0),), misses=False), 100.0)
     assert list(controller.connections) == ["node-0"]
 
 
@@ -421,9 +421,9 @@ def test_a_node_of_another_run_is_refused() -> None:
 # ---- What is refused ------------------------------------------------------------------------------------------------
 
 FORGED: list[tuple[int, msg.Report | msg.AgentOrder]] = [
-    (0, msg.NodeJoined("node-2", 8, "x", 0, 0, ())),
+    (0, msg.NodeJoined("node-2", 8, "x", 0, 0, (), 0)),
     (0, msg.WorkerFenced(0)),
-    (3, msg.NodeJoined("node-1", 8, "x", 0, 0, ())),
+    (3, msg.NodeJoined("node-1", 8, "x", 0, 0, (), 0)),
     (3, msg.StepObserved("node-2", 1, 5, 1.0, 1.0, ())),
     (3, msg.JobStalled("node-2", 1, "all wait")),
     (3, msg.StoreRequested(1, 1, 0, "get", ("key",), b"")),

@@ -49,14 +49,14 @@ def ready(generation: int, reach: tuple[int, ...] = (0,), snapshots: tuple[int, 
 def safe(step: int, phase: Phase, reach: tuple[int, ...], snapshots: tuple[int, ...] = ()) -> SafePointReached:
     current = step if phase in (Phase.BACKWARD, Phase.SYNCED) else step + 1
     return SafePointReached(
-        (0,), GENERATION, step, phase, reach, current if reach else None, snapshots, False, (), None
+        (0,), GENERATION, step, phase, reach, current if reach else None, snapshots, False, (), None, None
     )
 
 
 def roster_of(*reports: dict[str, SafePointReached | WorkerReady]) -> Roster:
     """Rank after rank, what the worker of each reported last."""
     roster = Roster(RecoverySettings(max(2, len(reports)), 0), Quarantine(0, 1.0))
-    roster.add_node(NodeJoined("a", max(2, len(reports)), "", 0, 0, ()))
+    roster.add_node(NodeJoined("a", max(2, len(reports)), "", 0, 0, (), 0))
     for rank, report in enumerate(reports):
         worker = roster.add("a", rank)
         for name, value in report.items():
@@ -202,7 +202,7 @@ def report_of(position: Position) -> dict[str, SafePointReached | WorkerReady]:
     reach = tuple(sorted(rests_at(position)))
     return {
         "safe": SafePointReached(
-            (0,), GENERATION, step, PHASE_OF[at], reach, standing_at(position), (), False, (), None
+            (0,), GENERATION, step, PHASE_OF[at], reach, standing_at(position), (), False, (), None, None
         )
     }
 
@@ -262,7 +262,7 @@ def two_nodes(kept: dict[int, tuple[int, ...]]) -> tuple[Roster, SnapshotRegiste
     """Ranks 0 and 1 on node a, which is lost; 2 and 3 on node b, which keep these steps of the first two's."""
     roster = Roster(RecoverySettings(4, 0), Quarantine(0, 1.0))
     for name in "ab":
-        roster.add_node(NodeJoined(name, 4, name, 0, 0, ()))
+        roster.add_node(NodeJoined(name, 4, name, 0, 0, (), 0))
     register = SnapshotRegister()
     for rank in range(4):
         worker = roster.add("ab"[rank // 2], rank)
@@ -375,7 +375,7 @@ def test_a_node_without_a_device_for_the_replacement_has_another_rank_send_its_s
     roster.close_devices("b", (lost.device, 2, 3), "sick")
     assert not roster.takes_in("b")
     assert tied_ranks(roster, register, membership, 4, GENERATION) == {}, "rank 3 is there, and sends it to anywhere"
-    roster.add_node(NodeJoined("c", 3, "c", 0, 0, ()))
+    roster.add_node(NodeJoined("c", 3, "c", 0, 0, (), 0))
     for rank in (0, 1, 2):
         roster.add("c", rank)
     copies = decide(roster, register, membership, 4, GENERATION).copies
@@ -405,7 +405,7 @@ def test_a_copy_that_no_process_can_come_to_does_not_count() -> None:
         keeper = worker_of(roster, rank)
         register.left(keeper, ((rank, (4,)), (rank - 2, (4,))))
         roster.mark_lost(keeper, gone=True)
-    roster.add_node(NodeJoined("c", 4, "c", 0, 0, ()))
+    roster.add_node(NodeJoined("c", 4, "c", 0, 0, (), 0))
     assert reachable_step(roster, register, membership, GENERATION) == 4
     assert out_of_reach(roster, register, membership, GENERATION) is None
     roster.close_devices("b", range(4), "sick")

@@ -1,9 +1,9 @@
 """Nodes and devices that fail again and again are used only when no other spare is left, until they have been quiet."""
 
 import pytest
-from tests.protocol.simulated_job import SimulatedJob
+from tests.protocol.simulated_job import NODE, SimulatedJob
 
-from keepstep.protocol.messages import Cause, StartWorker, WorkerLost
+from keepstep.protocol.messages import Cause, NodeJoined, StartWorker, WorkerLost
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Stage
 from keepstep.protocol.recovery.placement.quarantine import Place, Quarantine
@@ -108,6 +108,16 @@ def test_a_device_that_failed_twice_is_the_last_of_its_node() -> None:
     assert lose_rank_1(job, range(4)) == [0, 1, 1, 2]
     assert [str(place) for place in job.machine.quarantine.held] == ["device 0 of node a", "device 1 of node a"]
     assert lose_rank_1(job, range(4, 6)) == [2, 0]
+    job.finish_well()
+
+
+@pytest.mark.parametrize(("num_devices", "held"), [(0, []), (2, ["device 1 of node node-a"])])
+def test_only_devices_that_exist_are_in_quarantine(num_devices: int, held: list[str]) -> None:
+    """The slots of a node without devices are none, nor are those of spares that are parked beside them."""
+    job = SimulatedJob(world_size=2, num_spares=0, nodes={NODE: 3})
+    job.reports["agent", NODE][0] = NodeJoined(NODE, 3, "", 0, 0, (), num_devices)
+    lose_rank_1(job, range(6))
+    assert [str(place) for place in job.machine.quarantine.held] == held
     job.finish_well()
 
 

@@ -73,7 +73,7 @@ class Job:
         self.machine = RecoveryMachine(RecoverySettings(world_size, num_spares=SLOTS))
         self.effects: list[Effect] = []
         for index in range(self.num_nodes):
-            self.say(f"n{index}", NodeJoined(f"n{index}", SLOTS, "", 0, 0, ()))
+            self.say(f"n{index}", NodeJoined(f"n{index}", SLOTS, "", 0, 0, (), 0))
         self.say("n0", WorkerJoined(0, 4000))  # which has the spares started
 
     def say(self, node: str, report: Report) -> None:
@@ -116,7 +116,9 @@ class Job:
         return WorkerReady(number, self.machine.generation, (0,), (), False, "0", 0.0)
 
     def safe(self, number: int) -> SafePointReached:
-        return SafePointReached((number,), self.machine.generation, 4, Phase.BACKWARD, (4,), 4, (), False, (), None)
+        return SafePointReached(
+            (number,), self.machine.generation, 4, Phase.BACKWARD, (4,), 4, (), False, (), None, None
+        )
 
     def recovered(self, number: int) -> StateRecovered:
         return StateRecovered((number,), self.machine.generation, 0, False)
@@ -136,9 +138,9 @@ CASES: list[tuple[Stage, Report]] = [
     (Stage.TRAINING, StepObserved("n1", 1, 0, 1.0, 0.1, ())),
     (Stage.TRAINING, JobStalled("n1", 1, "all ranks wait")),
     (Stage.TRAINING, StepsFinished((8,), 1, 9, None)),
-    (Stage.TRAINING, NodeJoined("late", 8, "", 0, 0, ())),
+    (Stage.TRAINING, NodeJoined("late", 8, "", 0, 0, (), 0)),
     (Stage.TRAINING, WorkerDone(8, 3)),
-    (Stage.STOPPING, SafePointReached((8,), 2, 4, Phase.BACKWARD, (4,), 4, (), False, (), None)),
+    (Stage.STOPPING, SafePointReached((8,), 2, 4, Phase.BACKWARD, (4,), 4, (), False, (), None, None)),
     (Stage.STOPPING, FAILED),
     (Stage.STOPPING, LOST),
     (Stage.FINISHED, WorkerDone(8, 3)),
@@ -161,9 +163,9 @@ def test_the_offer_of_a_node_costs_the_same_whatever_was_offered_before() -> Non
     for num_before in (2, 200):
         machine = RecoveryMachine(RecoverySettings(world_size=LARGE, num_spares=SLOTS, ranks_per_node=4))
         for index in range(num_before):
-            machine.receive(f"n{index}", NodeJoined(f"n{index}", SLOTS, "", 0, 0, ()), 1.0)
+            machine.receive(f"n{index}", NodeJoined(f"n{index}", SLOTS, "", 0, 0, (), 0), 1.0)
         with Lines() as lines:
-            assert machine.receive("last", NodeJoined("last", SLOTS, "", 0, 0, ()), 1.0) == []
+            assert machine.receive("last", NodeJoined("last", SLOTS, "", 0, 0, (), 0), 1.0) == []
         costs.append(lines.num)
     assert costs[0] == costs[1]
 
@@ -188,12 +190,12 @@ def test_a_whole_recovery_costs_in_proportion_to_the_world_size() -> None:
         with Lines() as lines:
             job.effects += job.machine.node_lost("n1", "not heard of", 2.0, 2.0)
             job.all_say(
-                lambda number: SafePointReached((number,), 2, -1, Phase.STARTING, (), None, (), False, (), None)
+                lambda number: SafePointReached((number,), 2, -1, Phase.STARTING, (), None, (), False, (), None, None)
             )
             for effect in job.effects:  # it grows meanwhile
                 if isinstance(effect.order, FenceWorker):
                     job.say(str(effect.node), WorkerFenced(effect.order.worker))
-            job.say("late", NodeJoined("late", SLOTS, "", 0, 0, ()))
+            job.say("late", NodeJoined("late", SLOTS, "", 0, 0, (), 0))
             job.all_say(job.ready)
             job.all_say(job.recovered)
         assert (job.machine.stage, job.machine.generation) == (Stage.TRAINING, 2)

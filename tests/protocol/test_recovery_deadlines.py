@@ -51,7 +51,8 @@ def test_start_up_has_a_deadline() -> None:
     job.withhold(job.workers[1], WorkerReady)
     job.settle()
     assert_due_in(job, DEADLINES["start_s"])
-    assert ended(job) == (1, "ranks [1] did not reach their first step within 50 s")
+    what = "rank 1 did not reach the first step within 50 s of the first keepstep.init()"
+    assert ended(job) == (1, f"{what}. What takes so long has to be prepared before the job")
 
 
 def test_a_start_up_of_a_job_that_has_trained_is_tried_again_after_its_deadline() -> None:

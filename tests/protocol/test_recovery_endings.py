@@ -169,8 +169,65 @@ def test_no_rank_left_without_a_checkpoint_ends_with_75_and_the_cause() -> None:
     exit_code, reason = ended(job)
     assert exit_code == 75
     assert "no live rank holds the state any more and there is no checkpoint" in reason
-    assert "rank 0 lost: killed by SIGKILL" in reason
+    assert reason.endswith(": ranks 0 and 1: killed by SIGKILL")
     assert "generation 2" in reason
+
+
+def test_what_has_become_of_each_copy_is_said_at_the_end() -> None:
+    job = SimulatedJob(world_size=3, num_spares=1).bring_all(3, Phase.UPDATED)
+    job.withhold(job.holder(2), SafePointReached)
+    hung, harmed = job.holder(1), job.holder(2)
+    job.kill(job.holder(0))
+    job.settle()
+    lost = WorkerLost(hung.number, Cause.HANG, "no progress in optimizer of step 30", False, None, job.now_s)
+    job.say(lost)
+    flaw = "its copy was given up: the value that a failure cut off may have got into an update, at train.py:19"
+    job.say(SafePointReached((harmed.number,), 2, 3, Phase.UPDATED, (), None, (), False, (), None, flaw))
+    job.settle()
+    exit_code, reason = ended(job)
+    assert exit_code == 75
+    assert reason.endswith(
+        f": rank 0: killed by SIGKILL; rank 1: fenced, no progress in optimizer of step 30; rank 2: {flaw}"
+    )
+
+
+def test_a_copy_that_was_on_its_way_is_named_with_the_loss_before() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.UPDATED)
+    first = job.holder(0)
+    job.kill(job.holder(1))
+    job.withhold(job.workers[2], StateRecovered)
+    job.settle()
+    assert job.where == (Stage.RECOVERING, 2)
+    job.kill(first)
+    job.release()
+    job.withhold(job.workers[2], StateRecovered)
+    replacement = job.holder(1)
+    replacement.stand()
+    job.withhold(replacement, SafePointReached)
+    job.settle()
+    flaw = "it had not yet received the whole state"
+    job.say(SafePointReached((replacement.number,), 3, -1, Phase.STARTING, (), None, (), False, (), None, flaw))
+    job.settle()
+    exit_code, reason = ended(job)
+    assert exit_code == 75
+    assert reason.endswith(
+        ": rank 0: killed by SIGKILL; rank 1: killed by SIGKILL, and no replacement has received the state yet"
+    )
+
+
+def test_a_lost_shard_is_named_and_not_the_others() -> None:
+    job = SimulatedJob(world_size=4, num_spares=1, shards=lambda rank: str(rank // 2)).bring_all(3, Phase.UPDATED)
+    for rank in (2, 3):
+        job.kill(job.holder(rank))
+    job.settle()
+    exit_code, reason = ended(job)
+    assert (
+        exit_code,
+        reason.endswith("(protect(checkpoint_dir=...) writes them): ranks 2 and 3: killed by SIGKILL"),
+    ) == (
+        75,
+        True,
+    )
 
 
 def test_no_rank_left_before_anything_was_trained_restarts_all() -> None:
@@ -285,7 +342,7 @@ def test_an_exception_on_all_ranks_is_the_scripts_own_and_ends_with_1() -> None:
     for rank in range(2):
         job.throw(job.holder(rank), "ValueError: bad batch")
     job.settle()
-    assert ended(job) == (1, "rank 0 lost: exit code 1: ValueError: bad batch")
+    assert ended(job) == (1, "ranks 0 and 1 lost: exit code 1: ValueError: bad batch")
 
 
 def test_an_exception_on_all_ranks_but_one_killed_is_not_the_scripts_own() -> None:
@@ -565,7 +622,7 @@ def test_each_restart_is_counted_once(max_restarts: int, num_recoveries: int) ->
 def test_too_few_restarts_to_restart_all_ranks_ends_with_76() -> None:
     job = SimulatedJob(world_size=2, num_spares=0, max_restarts=1).settle()
     kill_all(job)
-    assert ended(job) == (76, "--max-restarts is used up: rank 0 lost: killed by SIGKILL")
+    assert ended(job) == (76, "--max-restarts is used up: ranks 0 and 1 lost: killed by SIGKILL")
 
 
 def test_state_that_is_refused_is_loaded_once_more_and_then_the_job_ends_with_76() -> None:

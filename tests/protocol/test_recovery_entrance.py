@@ -82,7 +82,7 @@ def of_generation(generation: int) -> list[messages.Report]:
     reports: list[messages.Report] = [
         CollectiveFailed(0, generation, "world", "connection reset"),
         StateRefused(0, generation, "mine['a'] is not what was restored", False),
-        SafePointReached((0,), generation, 9, Phase.SYNCED, (9, 10), 9, (), False, (), None),
+        SafePointReached((0,), generation, 9, Phase.SYNCED, (9, 10), 9, (), False, (), None, None),
         GroupsReset((0,), generation),
         StateRecovered((0,), generation, 64, False),
         StepsFinished((0,), generation, 20, "0f0f"),
@@ -144,7 +144,7 @@ def test_the_same_reports_do_change_something_in_their_own_generation(kind: type
 def test_nothing_is_heard_after_the_end() -> None:
     job = SimulatedJob(world_size=2, num_steps=3).finish()
     before = state_of(job.machine)
-    for report in [*of_generation(1), NodeJoined(NODE, 9, "", 0, 0, ()), WorkerFenced(0)]:
+    for report in [*of_generation(1), NodeJoined(NODE, 9, "", 0, 0, (), 0), WorkerFenced(0)]:
         assert job.machine.receive(NODE, report, job.now_s) == []
     assert job.machine.tick(job.now_s + 1e6) == []
     assert state_of(job.machine) == before
@@ -167,7 +167,7 @@ def test_a_lost_worker_is_not_heard_as_if_it_lived() -> None:
     job.settle()
     before = state_of(job.machine)
     for report in (
-        SafePointReached((hung.number,), 2, 3, Phase.BACKWARD, (3,), 3, (), False, (), None),
+        SafePointReached((hung.number,), 2, 3, Phase.BACKWARD, (3,), 3, (), False, (), None, None),
         WorkerReady(hung.number, 2, (3,), (), False, "0", 0.0),
         WorkerJoined(hung.number, 1),
         GroupsReset((hung.number,), 2),
@@ -223,7 +223,7 @@ def test_an_answer_for_several_workers_counts_for_each_that_is_the_nodes_own() -
     job = three_nodes().bring_all(3, Phase.BACKWARD)
     job.say(CollectiveFailed(0, 1, "world", "connection reset"))
     assert job.machine.awaited == {0, 1, 2, 3}
-    answer = SafePointReached((0, 1, 2), 2, 3, Phase.BACKWARD, (3,), 3, (), False, (), None)
+    answer = SafePointReached((0, 1, 2), 2, 3, Phase.BACKWARD, (3,), 3, (), False, (), None, None)
     job.say(answer, "a")
     assert job.machine.awaited == {2, 3}
     job.say(answer, "b")

@@ -249,13 +249,14 @@ def test_a_hint_that_is_followed_by_the_loss_takes_its_cause() -> None:
     assert [failure.rank for failure in record.failures] == [1]
 
 
-def test_the_cause_of_the_first_loss_stays() -> None:
+def test_the_cause_of_the_first_loss_stays_and_all_are_named() -> None:
     job = SimulatedJob(world_size=3, num_spares=2).bring_all(3, Phase.BACKWARD)
     job.throw(job.holder(1), "ValueError: bad batch")
     job.kill(job.holder(2))
     job.settle()
     (record,) = job.machine.records
-    assert (record.cause, record.detail) == ("exception", "rank 1 lost: exit code 1: ValueError: bad batch")
+    detail = "rank 1 lost: exit code 1: ValueError: bad batch; rank 2 lost: killed by SIGKILL"
+    assert (record.cause, record.detail) == ("exception", detail)
     assert [failure.cause for failure in record.failures] == ["exception", "signal"]
 
 

@@ -151,7 +151,7 @@ def test_a_node_that_is_lost_with_ranks_and_spares_is_one_failure(phase: Phase) 
     assert job.where == (Stage.TRAINING, 2)
     assert len(job.orders(Stop)) == 1
     assert record.cause == Cause.NODE
-    assert record.detail == "ranks [2, 3] lost: node b lost: not heard of"
+    assert record.detail == "ranks 2 and 3 lost: node b lost: not heard of"
     assert [(failure.rank, failure.cause) for failure in record.failures] == [(2, "node lost"), (3, "node lost")]
     assert record.replacements == {2: 4, 3: 6}
     assert record.resume_step == (3 if phase in (Phase.FORWARD, Phase.BACKWARD) else 4)

@@ -47,7 +47,7 @@ def test_when_the_node_is_back_the_ranks_go_back(phase: Phase) -> None:
     assert devices(job) == {0: ("a", 0), 1: ("a", 1), 2: ("b", 0), 3: ("b", 1)}
     record = job.machine.records[-1]
     assert {failure.cause for failure in record.failures} == {Cause.MOVED}
-    assert record.detail == "ranks [2, 3] lost: it shared a device, and another one is free"
+    assert record.detail == "ranks 2 and 3 lost: it shared a device, and another one is free"
     assert job.machine.quarantine.held == {}
     job.finish_well()
 

@@ -163,7 +163,7 @@ def test_all_ranks_cannot_restart_without_their_devices() -> None:
 
 def test_a_node_may_join_with_closed_devices() -> None:
     job = SimulatedJob(2, 1, nodes={NODE: 4})
-    job.reports["agent", NODE][0] = NodeJoined(NODE, 4, "", 0, 0, (1,))
+    job.reports["agent", NODE][0] = NodeJoined(NODE, 4, "", 0, 0, (1,), 4)
     job.settle()
     assert started(job) == [(NODE, 0), (NODE, 2), (NODE, 3)]
     job.finish_well()
@@ -171,7 +171,7 @@ def test_a_node_may_join_with_closed_devices() -> None:
 
 def test_a_single_node_does_not_wait_for_the_room_of_its_spares() -> None:
     job = SimulatedJob(2, 1, nodes={NODE: 3}, nodes_may_join=False)
-    job.reports["agent", NODE][0] = NodeJoined(NODE, 3, "", 0, 0, (1,))
+    job.reports["agent", NODE][0] = NodeJoined(NODE, 3, "", 0, 0, (1,), 3)
     job.settle()
     assert started(job) == [(NODE, 0), (NODE, 2)]
     job.finish_well()
@@ -183,7 +183,7 @@ def test_a_single_node_does_not_wait_for_the_room_of_its_spares() -> None:
 def roster(slots: int, most: int, closed: tuple[int, ...] = ()) -> Roster:
     settings = RecoverySettings(2, 0, most_per_node=most)
     made = Roster(settings, Quarantine(0, 1.0))
-    made.add_node(NodeJoined("a", slots, "", 0, 0, closed))
+    made.add_node(NodeJoined("a", slots, "", 0, 0, closed, slots))
     return made
 
 

@@ -34,7 +34,7 @@ FAILURE = Failure(1, Cause.SIGNAL, "killed by SIGKILL", 3, "backward", NOW_S)
 def offered(slots: int) -> JobState:
     """A job to which one node has offered itself."""
     job = JobState(SETTINGS)
-    job.roster.add_node(NodeJoined(NODE, slots, "", 0, 0, ()))
+    job.roster.add_node(NodeJoined(NODE, slots, "", 0, 0, (), 0))
     return job
 
 

@@ -177,7 +177,7 @@ def test_a_start_up_whose_generation_is_over_goes_on_in_echo_and_reaches_nothing
     ready = WorkerReady(NUMBER, 0, (), (), False, "0", 0.0)
     assert moves(machine) == [
         ready,
-        SafePointReached((NUMBER,), 2, -1, Phase.STARTING, (), None, (), False, (), None),
+        SafePointReached((NUMBER,), 2, -1, Phase.STARTING, (), None, (), False, (), None, None),
         Wait(),
     ]
 
@@ -230,7 +230,10 @@ def test_a_rank_says_where_it_was_stopped_and_where_it_can_be(
         assert moves(machine) == [Undo()]
         machine.undone()
         assert (machine.steps.phase, machine.steps.step) == (Phase.UPDATED, 4)
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, phase, reach, current, (3,), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 2, 5, phase, reach, current, (3,), False, (), None, None),
+        Wait(),
+    ]
     assert not machine.owes_safe_point
 
 
@@ -238,7 +241,10 @@ def test_an_update_is_completed_before_the_safe_point() -> None:
     machine = training(Phase.OPTIMIZER, 5)
     machine.receive(stop(2))
     machine.steps.advance(StepEvent.STEP_COMPLETED)
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_an_update_that_a_missing_value_has_got_into_is_torn() -> None:
@@ -246,8 +252,11 @@ def test_an_update_that_a_missing_value_has_got_into_is_torn() -> None:
     machine.receive(stop(2))
     machine.lost_value()
     machine.steps.advance(StepEvent.STEP_COMPLETED)
-    machine.found_partially_updated(None)
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (), None, (), False, (), None), Wait()]
+    machine.found_partially_updated(None, "bad")
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (), None, (), False, (), None, "its copy was given up: bad"),
+        Wait(),
+    ]
 
 
 def in_doubt() -> WorkerMachine:
@@ -255,9 +264,11 @@ def in_doubt() -> WorkerMachine:
     machine.receive(stop(2))
     machine.lost_value()
     machine.steps.advance(StepEvent.STEP_COMPLETED)
-    machine.found_partially_updated("digest")
+    machine.found_partially_updated("digest", "bad")
     assert moves(machine) == [
-        SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (), None, (), False, (), "digest"),
+        SafePointReached(
+            (NUMBER,), 2, 5, Phase.UPDATED, (), None, (), False, (), "digest", "its copy was given up: bad"
+        ),
         Wait(),
     ]
     return machine
@@ -269,7 +280,10 @@ def test_a_copy_in_doubt_counts_as_soon_as_the_controller_says_so() -> None:
     assert machine.own_reach() == ()
     machine.receive(DoubtLifted(2, (NUMBER + 1, NUMBER)))
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, (), None, None),
+        Wait(),
+    ]
     recover = Recover(3, 6, (), MEMBERSHIP, (), None)
     machine.receive(recover)
     reconnect(machine, recover)
@@ -293,7 +307,10 @@ def test_an_update_that_no_missing_value_has_got_into_is_whole() -> None:
     machine.steps.advance(StepEvent.STEP_COMPLETED)
     assert machine.own_reach() == ()  # until it is known
     machine.found_whole()
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_a_copy_that_is_half_restored_is_not_found_whole() -> None:
@@ -310,7 +327,10 @@ def test_a_synced_rank_tells_that_its_update_would_hold_a_collective() -> None:
     for event in (StepEvent.STEP_ENTERED, StepEvent.BACKWARD_BEGUN, StepEvent.GRADIENTS_SYNCED):
         machine.steps.advance(event)
     machine.receive(stop(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), True, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), True, (), None, None),
+        Wait(),
+    ]
     machine.receive(Recover(2, 5, (Transfer((RANK,), (0,)),), MEMBERSHIP, (), None))
     assert moves(machine) == [Undo()]
 
@@ -319,7 +339,10 @@ def test_a_step_that_is_undone_before_the_machine_is_asked_is_reported_as_stoppe
     machine = training(Phase.BACKWARD, 5)
     machine.receive(stop(2))
     machine.undone()
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.BACKWARD, (5,), 5, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 2, 5, Phase.BACKWARD, (5,), 5, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_the_same_stop_again_is_no_news() -> None:
@@ -337,7 +360,10 @@ def test_a_failed_collective_is_reported_once_and_stops_the_rank() -> None:
     machine.undone()
     assert moves(machine) == [Wait()]
     machine.receive(stop(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.BACKWARD, (5,), 5, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 2, 5, Phase.BACKWARD, (5,), 5, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_a_collective_that_fails_after_the_stop_is_not_told() -> None:
@@ -361,7 +387,10 @@ def test_the_backward_of_a_step_whose_lost_rank_was_synced_comes_to_its_end() ->
     assert machine.settled() is Urgency.BREAK
     assert machine.interrupted
     assert machine.settled(2) is Urgency.NONE
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_a_backward_has_its_time_to_settle_and_no_more() -> None:
@@ -429,7 +458,10 @@ def test_a_synced_rank_undoes_its_step_when_the_job_resumes_before_it() -> None:
 def test_a_failure_while_a_synced_rank_waits_finds_it_synced_still() -> None:
     machine = stopped(Phase.SYNCED)
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.SYNCED, (5, 6), 5, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 3, 5, Phase.SYNCED, (5, 6), 5, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_a_failure_while_a_rank_advances_finds_it_after_the_step() -> None:
@@ -439,7 +471,10 @@ def test_a_failure_while_a_rank_advances_finds_it_after_the_step() -> None:
     machine.steps.advance(StepEvent.BARRIER_LEFT)
     machine.receive(stop(3))
     machine.steps.advance(StepEvent.STEP_COMPLETED)
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_a_rank_whose_ordered_update_was_echoed_does_not_go_on_with_it() -> None:
@@ -449,12 +484,15 @@ def test_a_rank_whose_ordered_update_was_echoed_does_not_go_on_with_it() -> None
     machine.steps.advance(StepEvent.BARRIER_LEFT)
     machine.lost_value()
     machine.steps.advance(StepEvent.STEP_COMPLETED)
-    machine.found_partially_updated(None)
+    machine.found_partially_updated(None, "bad")
     hint, wait = moves(machine)
     assert isinstance(hint, CollectiveFailed)
     assert (hint.generation, hint.group, wait) == (2, "update", Wait())
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (), None, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (), None, (), False, (), None, "its copy was given up: bad"),
+        Wait(),
+    ]
 
 
 # ---- recover ---------------------------------------------------------------------------------------------------------
@@ -511,8 +549,9 @@ def test_a_broken_transfer_tears_the_receiver_and_not_the_source(receives: bool)
     assert moves(machine) == [CollectiveFailed(NUMBER, 2, "restore", "connection reset"), Wait()]
     machine.receive(stop(3))
     reach, current = ((), None) if receives else ((6,), 6)
+    flaw = "it had not yet received the whole state" if receives else None
     assert moves(machine) == [
-        SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, reach, current, (), False, (), None),
+        SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, reach, current, (), False, (), None, flaw),
         Wait(),
     ]
 
@@ -531,7 +570,8 @@ def test_state_that_is_not_what_was_loaded_is_no_copy(has_come: bool) -> None:
     if not has_come:
         machine.receive(stop(3))
         told = moves(machine)
-    assert told[-2:] == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (), None, (), False, (), None), Wait()]
+    flaw = "model.mean is not what was restored"
+    assert told[-2:] == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (), None, (), False, (), None, flaw), Wait()]
 
 
 def test_a_torn_rank_that_is_restored_is_whole_again() -> None:
@@ -566,7 +606,10 @@ def test_a_rank_that_falls_out_of_a_generation_that_is_over_reports_no_failure()
     moves(machine)
     machine.receive(stop(3))
     machine.fell_out("connect", "taken down")
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_a_recover_that_leaves_a_rank_with_nothing_breaks_the_protocol() -> None:
@@ -582,7 +625,10 @@ def test_a_recover_that_leaves_a_rank_with_nothing_breaks_the_protocol() -> None
 def test_a_stop_while_standing_is_answered() -> None:
     machine = stopped(Phase.BACKWARD)
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.BACKWARD, (5,), 5, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 3, 5, Phase.BACKWARD, (5,), 5, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_a_recover_of_a_generation_that_is_over_is_ignored() -> None:
@@ -598,7 +644,10 @@ def test_a_recover_that_a_stop_overtakes_is_not_carried_out() -> None:
     machine = stopped(Phase.UPDATED, 6)
     machine.receive(Recover(2, 6, (), MEMBERSHIP, (), None))
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_a_stop_while_connecting_finds_the_rank_where_it_was_stopped() -> None:
@@ -606,7 +655,10 @@ def test_a_stop_while_connecting_finds_the_rank_where_it_was_stopped() -> None:
     machine.receive(Recover(2, 5, (), MEMBERSHIP, (), None))
     assert moves(machine) == [Connect(2)]
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.BACKWARD, (5,), 5, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 3, 5, Phase.BACKWARD, (5,), 5, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_a_stop_that_comes_as_the_groups_are_connected_ends_that_generation() -> None:
@@ -616,14 +668,17 @@ def test_a_stop_that_comes_as_the_groups_are_connected_ends_that_generation() ->
     machine.receive(stop(3))
     machine.connected()
     assert machine.generation == 2
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_a_stop_before_the_state_is_loaded_leaves_it_whole() -> None:
     machine = stopped(Phase.UPDATED, 6)
     reconnect(machine, Recover(2, 7, (Transfer((0,), (RANK,)),), MEMBERSHIP, (), None))
     machine.receive(stop(3))
-    report = SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, (), None)
+    report = SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, (), None, None)
     assert moves(machine) == [GroupsReset((NUMBER,), 2), report, Wait()]
 
 
@@ -635,7 +690,10 @@ def test_a_stop_while_all_recover_is_answered_from_the_resume_step() -> None:
     moves(machine)
     machine.receive(stop(3))
     machine.receive(Resume(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 4, Phase.UPDATED, (5,), 5, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 3, 4, Phase.UPDATED, (5,), 5, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_a_spare_that_is_stopped_before_it_is_ready_reports_that_it_reaches_nothing() -> None:
@@ -644,7 +702,7 @@ def test_a_spare_that_is_stopped_before_it_is_ready_reports_that_it_reaches_noth
     machine.receive(Assign(NUMBER, 2, RANK, 0, 3, None, ()))
     machine.receive(stop(3))
     machine.built("0", (), False, 0.0)
-    report = SafePointReached((NUMBER,), 3, -1, Phase.STARTING, (), None, (), False, (), None)
+    report = SafePointReached((NUMBER,), 3, -1, Phase.STARTING, (), None, (), False, (), None, None)
     assert moves(machine) == [WorkerReady(NUMBER, 0, (), (), False, "0", 0.0), report, Wait()]
 
 
@@ -666,7 +724,10 @@ def test_a_failure_before_all_have_finished_is_recovered_from() -> None:
     machine.finished(None)
     moves(machine)
     machine.receive(stop(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False, (), None, None),
+        Wait(),
+    ]
     machine.receive(Complete(1))
     assert moves(machine) == [Wait()]
 
@@ -770,7 +831,10 @@ def test_a_failure_after_a_rank_has_saved_is_recovered_from() -> None:
     machine.saved(False)
     moves(machine)
     machine.receive(stop(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 2, Phase.UPDATED, (3,), 3, (), False, (), None), Wait()]
+    assert moves(machine) == [
+        SafePointReached((NUMBER,), 2, 2, Phase.UPDATED, (3,), 3, (), False, (), None, None),
+        Wait(),
+    ]
 
 
 def test_a_rank_that_has_finished_its_loop_ends_at_its_last_step_too() -> None:

@@ -44,7 +44,7 @@ class ToyNode:
 
     def __init__(self, name: str, slots: int, incarnation: int) -> None:
         self.name = name
-        self.agent = AgentMachine(msg.NodeJoined(name, slots, name, 0, 0, ()), incarnation, Deadlines())
+        self.agent = AgentMachine(msg.NodeJoined(name, slots, name, 0, 0, (), 0), incarnation, Deadlines())
         self.workers: dict[int, ToyWorker] = {}
         self.orders: list[msg.AgentOrder] = []
         """What has arrived here, each order once; not those for the agent itself."""
@@ -99,7 +99,7 @@ class ToyNode:
                 at = (worker.step or 0) - 1
                 self._say(
                     msg.SafePointReached(
-                        me, order.generation, at, Phase.UPDATED, reach, worker.step, (), False, (), None
+                        me, order.generation, at, Phase.UPDATED, reach, worker.step, (), False, (), None, None
                     ),
                     now_s,
                 )

@@ -328,12 +328,14 @@ def a_rank_that_is_restored_is_a_source_too(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_missing_value_does_no_harm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WorkerMachine, "found_partially_updated", lambda self, _doubt: self.found_whole())
+    patch.setattr(WorkerMachine, "found_partially_updated", lambda self, *_why: self.found_whole())
 
 
 def a_written_value_is_nothing_but_a_doubt(patch: pytest.MonkeyPatch) -> None:
     right = WorkerMachine.found_partially_updated
-    patch.setattr(WorkerMachine, "found_partially_updated", lambda self, doubt: right(self, doubt or "written"))
+    patch.setattr(
+        WorkerMachine, "found_partially_updated", lambda self, doubt, flaw: right(self, doubt or "written", flaw)
+    )
 
 
 def _doubted(*arguments: Any) -> Iterable[dict[int, decision.Report]]:

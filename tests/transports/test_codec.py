@@ -174,7 +174,7 @@ def of(*reports: messages.Report) -> Packet:
     return Packet("a", 1, 0, 0, reports, misses=False)
 
 
-JOINED = messages.NodeJoined("a", 8, "rack-1", 0, 16, ())
+JOINED = messages.NodeJoined("a", 8, "rack-1", 0, 16, (), 0)
 LOST = WorkerLost(1, Cause.EXIT, "exit code 1", True, None, 0.0)
 
 

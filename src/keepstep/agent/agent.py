@@ -114,11 +114,10 @@ class Agent:
     def _new_machine(self) -> AgentMachine:
         place = self.settings.place
         closed = tuple(sorted(self.closed))
-        joined = NodeJoined(
-            place.node, place.slots, place.domain or place.node, place.position, place.world_size, closed
-        )
+        domain, num_devices = place.domain or place.node, len(self.settings.devices)
+        joined = NodeJoined(place.node, place.slots, domain, place.position, place.world_size, closed, num_devices)
         # The incarnation is the time of day: unlike the monotonic clock, it also increases over a reboot.
-        of_parked = len(self.settings.devices) if self.settings.parks_spares else 0
+        of_parked = num_devices if self.settings.parks_spares else 0
         return AgentMachine(joined, time.time_ns(), self.settings.deadlines, of_parked)
 
     # ---- life -----------------------------------------------------------------------------------------------------

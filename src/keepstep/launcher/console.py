@@ -1,4 +1,4 @@
-"""Console output of a running job: a line for each recovery, each quarantine, and for waiting ranks."""
+"""Console output of a running job: a line for each recovery, each quarantine, each notice, and for waiting ranks."""
 
 from __future__ import annotations
 
@@ -56,10 +56,15 @@ def _news(job: RecoveryMachine) -> Iterator[str | None]:
     It skips the events before its first iteration: an earlier process of this controller has printed them.
     """
     num_told, held, num_standstills = len(job.records), set(job.quarantine.held), job.standstill.num_told
+    num_notices = len(job.notices)
     while True:
-        while num_told < len(job.records) and _is_over(job.records[num_told]):
+        while num_notices < len(job.notices):
+            num_notices += 1
+            yield job.notices[num_notices - 1]
+        while num_told < len(job.records) and _is_over(record := job.records[num_told]):
             num_told += 1
-            yield recovery_text(job.records[num_told - 1])
+            if record.resume_step is not None:  # else all ranks were started again, and a notice has told it
+                yield recovery_text(record)
         for place in job.quarantine.held.keys() - held:
             yield quarantine_text(place, job.quarantine.held[place])
         held = set(job.quarantine.held)

@@ -77,8 +77,7 @@ class WorkerMachine:
     """
 
     def __init__(self, worker: int, pid: int, rank: int | None) -> None:
-        self.worker = worker
-        self.rank = rank
+        self.worker, self.rank, self._pid = worker, rank, pid
         self.steps = StepMachine()
         self.state = WorkerState.LAUNCHED
         self.generation = 0
@@ -91,11 +90,12 @@ class WorkerMachine:
         """Whether a wrong value may be in the state. The copy counts as partially updated until `found_whole`."""
         self.doubt: str | None = None
         """See `msg.SafePointReached`. The copy counts as partially updated until `msg.DoubtLifted`."""
+        self._flaw: str | None = None
+        """Why it last counted as partially updated."""
         self.communicates_in_update = False
         """Whether the script has run a collective after the gradient barrier."""
         self.stopped_in: tuple[int, Phase] | None = None
         """Step and phase in which this rank was interrupted; None once its groups are connected again."""
-        self._pid = pid
         self.assignment: msg.Assign | None = None
         """The last `Assign`: the rank of this worker, and its local rank."""
         self.membership: msg.Membership | None = None
@@ -246,19 +246,21 @@ class WorkerMachine:
     def lost_value(self) -> None:
         """Records that a collective or an optimizer's ``step()`` has failed where the step can no longer be undone."""
         self.partially_updated = self.in_doubt = True
+        self._flaw = "its copy was given up: a failure has cut off what could no longer be undone"
 
     def found_whole(self) -> None:
         """Records that the state contains no wrong value after all, although `lost_value` was called."""
         if self.in_doubt:
             self.partially_updated = self.in_doubt = False
 
-    def found_partially_updated(self, doubt: str | None) -> None:
+    def found_partially_updated(self, doubt: str | None, flaw: str) -> None:
         """Records that the state may contain a wrong value, so that this copy is restored from another one.
 
         Args:
             doubt: see `msg.SafePointReached`.
+            flaw: what may be wrong with the copy.
         """
-        self.in_doubt, self.doubt = False, doubt
+        self.in_doubt, self.doubt, self._flaw = False, doubt, f"its copy was given up: {flaw}"
 
     # ---- the training thread: what to do next -----------------------------------------------------------------------
 
@@ -378,7 +380,8 @@ class WorkerMachine:
             current = None if self.partially_updated else self.steps.parameters_at
             would_communicate = self.communicates_in_update and self.steps.phase is Phase.SYNCED
             at = (self._stop_generation, step, phase, self.own_reach(), current)
-            held = (self._snapshots, would_communicate, self._second_copies, self.doubt)
+            flaw = msg.text(self._flaw) if self.partially_updated and self._flaw is not None else None
+            held = (self._snapshots, would_communicate, self._second_copies, self.doubt, flaw)
             return SendReport(msg.SafePointReached((self.worker,), *at, *held))
         order = self._order
         if order is None or not order.generation == self._stop_generation == self._reported:
@@ -409,7 +412,7 @@ class WorkerMachine:
             return self._stand(order.generation)
         action = self._action(order)
         if action in (Action.RESTORE, Action.REWIND):
-            self.partially_updated, self.doubt = True, None
+            self.partially_updated, self.doubt, self._flaw = True, None, "it had not yet received the whole state"
         return Load(order, action)
 
     def _action(self, order: msg.Recover) -> Action:
@@ -458,7 +461,7 @@ class WorkerMachine:
         It may be found as the state is loaded, or in a step that is undone then.
         """
         self._sayings.append(msg.StateRefused(self.worker, self._target, error, False))
-        self.partially_updated, self.doubt = True, None
+        self.partially_updated, self.doubt, self._flaw = True, None, error
         if self.state is WorkerState.TRAINING:
             self.breaks_off()
         self._fall_back(self._target)

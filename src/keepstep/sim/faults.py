@@ -306,7 +306,9 @@ class Injector:
             generation = max(0, victim.tag.generation - 1 - fault.pick % 2)
             if fault.pick % 3:
                 step, phase = max(0, victim.tag.step - 1), Phase.FORWARD
-                report = SafePointReached((victim.number,), generation, step, phase, (step,), step, (), False, (), None)
+                report = SafePointReached(
+                    (victim.number,), generation, step, phase, (step,), step, (), False, (), None, None
+                )
                 victim.repeat_report(report)
             else:
                 victim.repeat_report(CollectiveFailed(victim.number, generation, "world", "late"))

@@ -42,6 +42,7 @@ from keepstep.protocol.waiting.operations import Operation
 from keepstep.protocol.worker import Urgency, WorkerMachine, WorkerState
 from keepstep.shared import tracebacks
 from keepstep.shared.tagpage import SnapshotMoment, TagWriter
+from keepstep.worker.groups.objects import is_asked_for_prefix
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.link import Link
 from keepstep.worker.process.termination import restore_default
@@ -50,6 +51,8 @@ from keepstep.worker.values.missing import MissingValues, line_of_script
 ORDER_DEADLINE_S = 3600.0
 """How long a worker waits for an order. The controller has its own deadlines; this one ends the wait for a lost
 controller."""
+NO_RANK = -1
+"""torch's number of a process that has no rank in a group."""
 SETTLE_S = 0.25
 """How long a backward may continue after a `Stop`, if the lost rank was synced in that step. The backward ends within
 milliseconds, because the lost rank had sent its data. After another loss it may wait for data that never comes."""
@@ -283,7 +286,7 @@ class Coordination:
         """
         harm = self.missing_values.conclude(host)
         if self._update_raised and self.interrupted:
-            self.machine.found_partially_updated(None)
+            self.machine.found_partially_updated(None, "optimizer.step() has raised and may have updated a part of it")
             print(
                 f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: optimizer.step() has raised, and "
                 "a rank was lost in the same step; this rank's copy may be half updated and has to be restored",
@@ -292,7 +295,8 @@ class Coordination:
         elif self.machine.in_doubt and harm is None:
             self.machine.found_whole()
         elif self.machine.in_doubt and harm is not None:
-            self.machine.found_partially_updated(self.digest_of_copy() if harm.is_doubt else None)
+            flaw = f"the value that a failure cut off may have got into {harm.where}"
+            self.machine.found_partially_updated(self.digest_of_copy() if harm.is_doubt else None, flaw)
             counts = (
                 "counts only if no other is left and a replica's equals it" if harm.is_doubt else "has to be restored"
             )
@@ -306,9 +310,12 @@ class Coordination:
     def await_rank(self) -> int:
         """Returns this process's rank. A spare waits until it gets one.
 
-        A spare that warms up gets 0 at once: torch's compiler asks for the rank, to name its logs.
+        A spare that warms up gets 0 at once: torch's compiler asks for the rank, to name its logs. torch's logs get
+        torch's value for a process that has no rank.
         """
         machine = self.machine
+        if machine.rank is None and is_asked_for_prefix():
+            return NO_RANK
         if self.is_warming_up and machine.rank is None:
             return 0
         awaited = machine.await_rank()

@@ -29,7 +29,7 @@ from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, MAX_DOING, Operation, OperationCount, WaitsFor
 
 NODE, INCARNATION = "node-a", 5
-JOINED = msg.NodeJoined(NODE, 4, "rack-1", 0, 0, ())
+JOINED = msg.NodeJoined(NODE, 4, "rack-1", 0, 0, (), 0)
 IN_A_STEP = Tag(1, 3, Phase.BACKWARD)
 BETWEEN = Tag(1, 3, Phase.UPDATED)
 DEADLINES = Deadlines()
@@ -87,7 +87,7 @@ class Node:
 
 
 def safe(*workers: int, step: int = 3) -> msg.SafePointReached:
-    return msg.SafePointReached(workers, 2, step, Phase.BACKWARD, (step,), step, (), False, (), None)
+    return msg.SafePointReached(workers, 2, step, Phase.BACKWARD, (step,), step, (), False, (), None, None)
 
 
 # ---- Orders ---------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_a_node_that_has_nothing_to_say_is_heard_of_nonetheless() -> None:
 
 def test_nodes_that_answered_at_the_same_moment_have_a_heartbeat_each_in_its_own() -> None:
     names = [f"node-{number}" for number in range(100)]
-    agents = [AgentMachine(msg.NodeJoined(name, 1, name, 0, 0, ()), INCARNATION, DEADLINES) for name in names]
+    agents = [AgentMachine(msg.NodeJoined(name, 1, name, 0, 0, (), 0), INCARNATION, DEADLINES) for name in names]
     for agent in agents:
         assert agent.packets(100.0)
     dues = [agent.next_deadline() for agent in agents]
@@ -791,4 +791,4 @@ def test_a_node_that_joins_again_says_which_devices_it_has_closed() -> None:
     node.agent.close_devices((1,), "sick as well")
     node.agent.exited(0, Cause.SIGNAL, "killed by SIGKILL", BETWEEN, node.now_s)
     (packet,) = node.agent.packets(node.now_s)
-    assert packet.messages == (msg.NodeJoined(NODE, 4, "rack-1", 0, 0, (1, 3)),)
+    assert packet.messages == (msg.NodeJoined(NODE, 4, "rack-1", 0, 0, (1, 3), 0),)

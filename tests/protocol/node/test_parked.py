@@ -35,7 +35,7 @@ class Node:
     """Two ranks on two GPUs, and spares beyond them."""
 
     def __init__(self, devices_of_parked: int, num_spares: int = 2) -> None:
-        joined = msg.NodeJoined(NODE, NUM_GPUS + num_spares, NODE, 0, 0, ())
+        joined = msg.NodeJoined(NODE, NUM_GPUS + num_spares, NODE, 0, 0, (), 0)
         self.agent = AgentMachine(joined, 1, Deadlines(), devices_of_parked)
         self.controller = ReliableChannel(NODE, 1)
         for number in range(NUM_GPUS + num_spares):

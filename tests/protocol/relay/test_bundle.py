@@ -126,7 +126,7 @@ def test_a_job_is_drained_with_a_relay_as_without() -> None:
 def two_nodes() -> ControllerMachine:
     controller = ControllerMachine(RecoverySettings(2, 0, ranks_per_node=1))
     for number, node in enumerate(NODES[:2]):
-        joined = msg.NodeJoined(node, 1, "", number, 2, ())
+        joined = msg.NodeJoined(node, 1, "", number, 2, (), 0)
         controller.receive(msg.Packet(node, 1, 0, 0, (joined,), misses=False), 100.0)
     controller.take_entries()
     controller.packets(100.0)

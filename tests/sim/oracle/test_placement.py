@@ -14,7 +14,7 @@ from keepstep.sim.oracle.checks import Check, ViolationError
 from keepstep.sim.oracle.placement import Loss, SpareChoice
 from keepstep.sim.world import World
 
-STOPPED = msg.SafePointReached((1,), 2, 0, "updated", (1,), 1, (), False, (), None)
+STOPPED = msg.SafePointReached((1,), 2, 0, "updated", (1,), 1, (), False, (), None, None)
 LOSS = Loss("node-1", is_of_node=False)
 
 

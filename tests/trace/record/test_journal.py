@@ -30,7 +30,9 @@ from keepstep.trace.record.journal import Journal, read, take_over
 
 LOST = WorkerLost(1, Cause.SIGNAL, "killed by SIGKILL\u00e9\n", True, Tag(1, 7, Phase.SYNCED), 12.000000000000002)
 ENTRIES = [
-    JournalEntry(10.1, ReportsReceived("node-a", 5, (NodeJoined("node-a", 4, "rack", 0, 0, ()), LOST)), "stopping", 2),
+    JournalEntry(
+        10.1, ReportsReceived("node-a", 5, (NodeJoined("node-a", 4, "rack", 0, 0, (), 0), LOST)), "stopping", 2
+    ),
     JournalEntry(
         11.0,
         LeaseExpired("node-a", "no heartbeat for 3 s", 8.0),

@@ -438,7 +438,7 @@ def test_a_node_that_joins_with_an_endless_text_is_told_which() -> None:
         troubles: asyncio.Queue[str] = asyncio.Queue()
         line = controller.line(controller.credentials("a"))
         line.on_trouble = troubles.put_nowait
-        joined = NodeJoined("a", 1, "r" * 8_000_000, 0, 0, ())
+        joined = NodeJoined("a", 1, "r" * 8_000_000, 0, 0, (), 0)
         async with connected(line):
             await controller.connections.receive()
             await line.receive()

@@ -95,7 +95,8 @@ class SafePointReached(Message, frozen=True):
     load. ``would_communicate``: the update for which they are synced calls a collective, which would be interrupted.
     ``second_copies`` are the snapshots of other ranks that each of them keeps. ``doubt``: a digest of the shard if they
     have completed the step and nothing is wrong with it but that the script has decided something by a value that a
-    failure has cut off; ``reach`` is empty then, until `DoubtLifted`.
+    failure has cut off; ``reach`` is empty then, until `DoubtLifted`. ``flaw``: why their copies do not count; None if
+    they do, or if they have never had any state.
     """
 
     workers: Numbers
@@ -108,6 +109,7 @@ class SafePointReached(Message, frozen=True):
     would_communicate: bool
     second_copies: SnapshotsByRank
     doubt: Name | None
+    flaw: Text | None
 
 
 class GroupsReset(Message, frozen=True):
@@ -220,7 +222,7 @@ class NodeJoined(Message, frozen=True):
     The controller orders nodes by ``position`` (torchrun's ``--node-rank``), then by the time at which they joined, and
     assigns ranks in this order. ``world_size`` is the node's setting, 0 if it is not set; the controller refuses a node
     with another world size than the job. ``closed`` are the devices, counted from 0, that the node has closed already:
-    see `DevicesClosed`.
+    see `DevicesClosed`. ``num_devices``: the first so many slots are devices, such as GPUs; 0: the workers use none.
     """
 
     node: Name
@@ -229,6 +231,7 @@ class NodeJoined(Message, frozen=True):
     position: int
     world_size: int
     closed: Devices
+    num_devices: int
 
 
 class WorkerStarted(Message, frozen=True):

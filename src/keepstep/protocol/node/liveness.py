@@ -18,6 +18,7 @@ from collections import deque
 from keepstep.protocol.deadlines import Deadlines
 from keepstep.protocol.messages import Cause, FirstPhases, JobStalled, SuspicionLifted, Tag, WorkerSuspected
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.wording import place_of
 
 WAIT_FACTOR = 2.0
 """A wait for others may take this many times `Deadlines.hang_after_s` in a phase of which no duration is known."""
@@ -269,16 +270,16 @@ class LivenessMachine:
         look = watched.seen
         if look is None:
             return None
-        where = f"{look.tag.phase} of step {look.tag.step}"
+        place = place_of(look.tag.phase, look.tag.step)
         if (since_s := watched.stopped_since_s) is not None and now_s - since_s > self.deadlines.hang_after_s:
             stopped_s = f"for {now_s - since_s:.1f} s (allowed {self.deadlines.hang_after_s:.1f} s)"
-            detail = f"its process has been stopped by a signal (SIGSTOP) in {where} {stopped_s}"
+            detail = f"its process has been stopped by a signal (SIGSTOP) {place} {stopped_s}"
             return WorkerSuspected(number, Cause.STOPPED, detail, look.tag, since_s, ())
         still_s, deadline_s = now_s - watched.changed_s, self.deadline_s(number)
         if watched.rank is None or watched.is_excused or still_s <= deadline_s:
             return None
         allowed = f"(allowed {deadline_s:.1f} s), and it waits for no other rank"
-        detail = f"no progress in {where} for {still_s:.1f} s {allowed}"
+        detail = f"no progress {place} for {still_s:.1f} s {allowed}"
         return WorkerSuspected(number, Cause.HANG, detail, look.tag, watched.changed_s, ())
 
     def _waits_too_long(self, number: int, now_s: float) -> bool:

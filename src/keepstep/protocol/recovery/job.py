@@ -42,7 +42,9 @@ class JobState:
         self.progress = Progress()
         self.standstill = Standstill(self.roster)
         self.orders = Orders()
-        self.processes = Processes(settings, self.roster, self.orders)
+        self.notices: list[str] = []
+        """Sentences for the user on what no recovery and no other record tells, oldest first."""
+        self.processes = Processes(settings, self.roster, self.orders, self.notices)
         self.drain = JobDrain(self.roster, self.orders, settings.grace_s)
         self.suspicions = Suspicions(settings.deadlines, settings.give_up_after_s)
         self.gives_up: str | None = None

@@ -64,6 +64,8 @@ class RecoveryMachine:
         self.standstill = job.standstill
         self.records = job.records
         """The recoveries, oldest first."""
+        self.notices = job.notices
+        """Sentences for the user on what no recovery tells, oldest first."""
         self.digests: dict[int, str] = {}
         """rank -> digest of its protected state after the last step."""
         self.ended: msg.EndJob | None = None
@@ -482,8 +484,10 @@ class RecoveryMachine:
             self._stage.awaited.discard(worker.worker)
             self._job.snapshots.forget(worker)
             detail = worker.explain(message.detail)
-            if message.cause not in (msg.Cause.NODE, msg.Cause.MOVED) and self._stage.blames_places:
-                self.quarantine.failed(Place(worker.node, worker.device), detail, now_s)
+            device = self.roster.device_of(worker)
+            is_blamed = message.cause not in (msg.Cause.NODE, msg.Cause.MOVED) and self._stage.blames_places
+            if is_blamed and device is not None:
+                self.quarantine.failed(device, detail, now_s)
             if not worker.gone:
                 self._job.orders.fence(worker, detail)
             if worker.rank is None:
@@ -499,7 +503,7 @@ class RecoveryMachine:
 
     def _spare_lost(self, spare: Worker, cause: msg.Cause, detail: str, now_s: float) -> None:
         if not spare.ready and not spare.awaits_rank and cause is not msg.Cause.NODE:
-            self._job.processes.lost_before_ready()
+            self._job.processes.lost_before_ready(detail)
         self._go(self._stage.spare_lost(detail, now_s), now_s)
 
     def _done(self, worker: Worker, completed_steps: int | None, now_s: float) -> None:

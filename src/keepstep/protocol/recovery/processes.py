@@ -17,12 +17,14 @@ MAX_SPARE_FAILURES = 3
 class Processes:
     """Starts and ends the job's processes, within the budget and the room on the nodes."""
 
-    def __init__(self, settings: RecoverySettings, roster: Roster, orders: Orders) -> None:
+    def __init__(self, settings: RecoverySettings, roster: Roster, orders: Orders, notices: list[str]) -> None:
         self._settings = settings
         self._roster = roster
         self._orders = orders
+        self._notices = notices
         self._failures = 0
         """Number of fresh processes lost in a row before their first step."""
+        self._has_told_of_budget = False
 
     @property
     def keep_failing(self) -> bool:
@@ -74,8 +76,11 @@ class Processes:
         """
         wanted = self._settings.num_spares + len(self._roster.displaced())
         for _ in range(wanted - self._roster.num_sound_spares):
+            if not self._roster.may_start():
+                self._tell_of_budget()
+                return
             node = self._roster.roomiest()
-            if node is None or self.keep_failing or not self._roster.may_start():
+            if node is None or self.keep_failing:
                 return
             if self._roster.penalty(node.name) and len(self._roster.spares()) >= wanted:
                 return
@@ -173,9 +178,27 @@ class Processes:
             return f"its device is sick: {node.closed[worker.device]}"
         return "it shared a device, and another one is free"
 
-    def lost_before_ready(self) -> None:
+    def lost_before_ready(self, detail: str) -> None:
         """Records that a fresh process was lost before its first step."""
         self._failures += 1
+        if self._failures == MAX_SPARE_FAILURES + 1:
+            self._notices.append(
+                f"no spare can be started: {self._failures} in a row have ended before their first step, the last one "
+                f"with: {detail}; {self._after_spares()} will wait for a fresh process"
+            )
+
+    def _tell_of_budget(self) -> None:
+        if not self._has_told_of_budget:
+            self._has_told_of_budget = True
+            self._notices.append(
+                f"no further spare is started: --max-restarts is used up; {self._after_spares()} ends the job"
+            )
+
+    def _after_spares(self) -> str:
+        num = len(self._roster.spares())
+        if not num:
+            return "the next loss"
+        return "1 is left, and the loss after it" if num == 1 else f"{num} are left, and the loss after them"
 
     def came_up(self) -> None:
         """Records that a fresh process has reached its first step."""

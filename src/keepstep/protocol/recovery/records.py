@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 
 import msgspec
 
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.resume import Action
+from keepstep.protocol.wording import by_reason
 
 
 class Origin(enum.StrEnum):
@@ -47,6 +49,11 @@ class Failure(msgspec.Struct):
     """Estimated time of the failure itself, on the controller's monotonic clock."""
 
 
+def losses(failures: Collection[Failure]) -> str:
+    """Returns one sentence that names every lost rank."""
+    return by_reason(((failure.rank, failure.detail) for failure in failures), what=" lost")
+
+
 class RecoveryRecord(msgspec.Struct):
     """One recovery. It begins with a failure, and ends with training or with the next failure (``superseded``).
 
@@ -55,7 +62,9 @@ class RecoveryRecord(msgspec.Struct):
 
     generation: int
     cause: str
+    """That of the first failure."""
     detail: str
+    """What has failed: every lost rank with its reason, or the hint that began the recovery if no rank was lost."""
     begun_s: float
     """When the controller learned of the failure."""
     failures: list[Failure] = msgspec.field(default_factory=list)
@@ -95,22 +104,22 @@ class RecoveryRecord(msgspec.Struct):
         """Number of ranks that were lost because their script raised an exception."""
         return sum(failure.cause == Cause.EXCEPTION for failure in self.failures)
 
-    def add_failure(self, failure: Failure, cause: str, detail: str) -> None:
-        """Adds a lost rank. The first one sets the recovery's cause, even if a hint has begun the recovery."""
-        if not self.failures:
-            self.cause, self.detail = cause, detail
-        self.failures.append(failure)
-        if failure.cause == Cause.DIED:
-            self.unexplained.add(failure.rank)
+    def add_failures(self, failures: Collection[Failure]) -> None:
+        """Adds lost ranks. The first one sets the recovery's cause, even if a hint has begun the recovery."""
+        self.failures += failures
+        self.unexplained |= {failure.rank for failure in failures if failure.cause == Cause.DIED}
+        self._explain()
 
     def name_cause(self, rank: int, cause: str, detail: str) -> None:
         """Records how a lost rank's process ended."""
         self.unexplained.discard(rank)
         for failure in self.failures:
             if failure.rank == rank:
-                if failure is self.failures[0]:
-                    self.cause, self.detail = cause, f"rank {rank} lost: {detail}"
                 failure.cause, failure.detail = cause, detail
+        self._explain()
+
+    def _explain(self) -> None:
+        self.cause, self.detail = self.failures[0].cause, losses(self.failures)
 
     def origins(self) -> dict[int, Origin]:
         """Returns rank -> source of its state. Empty before the decision."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation, OperationCount, Standing, WaitsFor
+from keepstep.protocol.wording import place_of, who
 
 Key = TypeVar("Key")
 
@@ -74,7 +75,7 @@ def uneven(ranks: Sequence[RankState]) -> str | None:
         return None
     step = min(state.standing.step for state in beyond if state.standing is not None)
     return (
-        f"{_who(short)} ended {_its(short)} loop after {last} steps, and {_who([state.rank for state in beyond])} "
+        f"{who(short)} ended {_its(short)} loop after {last} steps, and {who([state.rank for state in beyond])} "
         f"{_is([state.rank for state in beyond])} in step {step}, which all ranks have to take part in: give "
         "session.steps() the same number on every rank, and leave the loop at the same step"
     )
@@ -90,7 +91,7 @@ def _where(state: RankState) -> str:
         return f"HAS ended ITS loop after {state.finished_at} steps"
     if standing is None:
         return "HAS moved lately"
-    place = _place(standing)
+    place = place_of(standing.phase, standing.step).removeprefix("in ")
     if standing.waits_for is WaitsFor.CONTROLLER:
         return f"HAS waited for the controllerTIME ({place})"
     if standing.waits_for is WaitsFor.SIGNAL:
@@ -103,14 +104,6 @@ def _where(state: RankState) -> str:
         return f"HAS been in the gradient barrier of step {standing.step}TIME"
     waiting = [count for count in standing.counts if count.in_flight]
     return f"HAS been in {' and '.join(map(_operation, waiting[:3])) or 'a collective'}TIME ({place})"
-
-
-def _place(standing: Standing) -> str:
-    if standing.phase is Phase.STARTING or standing.step < 0:
-        return "before the first step"
-    if standing.phase is Phase.UPDATED:
-        return f"after step {standing.step}"
-    return f"{standing.phase} of step {standing.step}"
 
 
 def _operation(count: OperationCount) -> str:
@@ -138,7 +131,7 @@ def _part(where: str, states: list[RankState], now_s: float | None) -> str:
         still_s = max(0.0, now_s - max(state.since_s for state in states))
         time = f" for {still_s:.0f} s" if still_s >= 10 else f" for {still_s:.1f} s"
     words = where.replace("HAS", _has(ranks), 1).replace("ITS", _its(ranks), 1).replace("TIME", time, 1)
-    return f"{_who(ranks)} {words}{'' if now_s is None else _doing(states)}"
+    return f"{who(ranks)} {words}{'' if now_s is None else _doing(states)}"
 
 
 def _doing(states: list[RankState]) -> str:
@@ -170,13 +163,13 @@ def _mismatch(group: str, counts: dict[int, OperationCount]) -> list[str]:
     by_number = _by(counts, lambda count: count.entered)
     if len(by_number) > 1:
         most, *others = sorted(by_number.items(), reverse=True)
-        first = f"{_who(most[1])} {_has(most[1])} entered {most[0]} collectives of {group}"
-        rest = [f"{_who(members)} {_has(members)} entered {num}" for num, members in others[:MAX_PARTS]]
+        first = f"{who(most[1])} {_has(most[1])} entered {most[0]} collectives of {group}"
+        rest = [f"{who(members)} {_has(members)} entered {num}" for num, members in others[:MAX_PARTS]]
         return [", ".join([first, *rest, *(["others fewer"] if len(others) > MAX_PARTS else [])])]
     by_kind = _by(counts, lambda count: count.operation)
     if len(by_kind) > 1:
         number = next(iter(by_number))
-        kinds = ", ".join(f"{_who(members)} in {kind}" for kind, members in by_kind.items())
+        kinds = ", ".join(f"{who(members)} in {kind}" for kind, members in by_kind.items())
         return [f"collective #{number} of {group} is not the same everywhere: {kinds}"]
     return []
 
@@ -189,22 +182,6 @@ def _by(counts: dict[int, OperationCount], key: Callable[[OperationCount], Key])
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------
-
-
-def _who(ranks: Iterable[int]) -> str:
-    """Returns ranks in words, for example: rank 0; ranks 1 and 2; ranks 0 to 5 and 7."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words: list[str] = []
-    for run in runs:
-        words += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
-    if len(runs) == 1 and len(runs[0]) == 1:
-        return f"rank {words[0]}"
-    return f"ranks {words[0] if len(words) == 1 else ', '.join(words[:-1]) + ' and ' + words[-1]}"
 
 
 def _has(ranks: list[int]) -> str:

@@ -60,8 +60,9 @@ class SimulatedNode:
 
     def _agent(self) -> AgentMachine:
         closed = tuple(sorted(self.closed))
-        joined = msg.NodeJoined(self.name, self.layout.slots, self.layout.domain, 0, 0, closed)
-        return AgentMachine(joined, self._incarnation, self.world.layout.settings.deadlines, self.layout.num_devices)
+        slots, domain, num_devices = self.layout.slots, self.layout.domain, self.layout.num_devices
+        joined = msg.NodeJoined(self.name, slots, domain, 0, 0, closed, num_devices or slots)
+        return AgentMachine(joined, self._incarnation, self.world.layout.settings.deadlines, num_devices)
 
     @property
     def channel(self) -> ReliableChannel:

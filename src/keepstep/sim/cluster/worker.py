@@ -607,7 +607,7 @@ class SimulatedWorker(SimulatedProcess):
         self._show()
         if lost is not LostValue.NOWHERE:
             self.is_in_doubt = lost is not LostValue.WRITTEN
-            machine.found_partially_updated(f"{hash(self.parameters):x}" if self.is_in_doubt else None)
+            machine.found_partially_updated(f"{hash(self.parameters):x}" if self.is_in_doubt else None, "cut off")
             self.world.oracle.harmed(self)
         else:
             machine.found_whole()

@@ -30,7 +30,7 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
         "steps": machine.progress.trained_to,
         "quarantine": {str(place): why for place, why in machine.quarantine.held.items()},
         "closed_devices": {
-            str(Place(node.name, device)): reason
+            str(Place(node.name, device)) if device < node.num_devices else f"slot {device} of node {node.name}": reason
             for node in machine.roster.nodes.values()
             for device, reason in sorted(node.closed.items())
         },

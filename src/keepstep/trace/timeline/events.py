@@ -58,10 +58,11 @@ class Teller:
         self._has_resumed = True
         self._held: set[Place] = set()
         self._num_standstills = 0
+        self._num_notices = 0
 
     def tell(self, entry: JournalEntry) -> list[ControlEvent]:
         """Returns the events of one entry, causes before effects."""
-        told = [self._seen, self._failed, self._kept_apart, self._stood, self._decided, self._recovered]
+        told = [self._seen, self._failed, self._kept_apart, self._noticed, self._stood, self._decided, self._recovered]
         return [event for tell in told for event in tell(entry)]
 
     def _seen(self, entry: JournalEntry) -> Iterator[ControlEvent]:
@@ -125,6 +126,13 @@ class Teller:
                 node=place.node,
             )  # fmt: skip
         self._held = set(held)
+
+    def _noticed(self, entry: JournalEntry) -> Iterator[ControlEvent]:
+        """Yields an event for each new notice."""
+        notices = self._job.notices
+        for text in notices[self._num_notices :]:
+            yield ControlEvent(entry.at_s, "notice", "warning", text, entry.generation)
+        self._num_notices = len(notices)
 
     def _stood(self, entry: JournalEntry) -> Iterator[ControlEvent]:
         """Yields an event if ranks have waited for others for a long time."""

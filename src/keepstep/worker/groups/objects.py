@@ -18,6 +18,7 @@ from types import CodeType, FrameType
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._logging import _internal as torch_logging
 from torch.distributed import c10d_logger
 
 from keepstep.errors import ConfigurationError, PeerLost
@@ -35,6 +36,7 @@ _RANK, _SOURCE, _DESTINATION = "my_group_rank", "group_src", "group_dst"
 _SIZES, _OWN_SIZE = "object_sizes_tensor", "local_size"
 _OPERATION, _OPERATIONS = "p2p_op", "p2p_op_list"
 _LOGGING = frozenset({c10d_logger._get_msg_dict.__code__})
+_PREFIXING = _codes(torch_logging.TorchLogsFormatter.format, torch_logging.LazyTraceHandler.emit)
 _BATCHING = _codes(dist.batch_isend_irecv)
 _VARIABLES: dict[CodeType, tuple[str, ...]] = {
     **dict.fromkeys(_RECEIVING, (_SOURCE,)),
@@ -46,7 +48,7 @@ _VARIABLES: dict[CodeType, tuple[str, ...]] = {
 """Torch's functions -> the variables of theirs that are read here."""
 _DTYPES = frozenset({torch.long, torch.uint8})
 """The dtypes of the sizes of pickled objects, and of the objects."""
-_PASSED_THROUGH = ("torch.distributed", "torch.overrides", "keepstep.worker")
+_PASSED_THROUGH = ("torch.distributed", "torch.overrides", "torch._logging", "keepstep.worker")
 """Modules whose frames lie between these functions and a group. Unpickling an object runs code of none of them."""
 
 
@@ -72,6 +74,11 @@ def is_asked_by_receiver() -> bool:
 def is_asked_by_log() -> bool:
     """Whether torch asks for the rank to log an exception."""
     return caller(_LOGGING) is not None
+
+
+def is_asked_for_prefix() -> bool:
+    """Whether torch's logs ask for the rank: for the beginning of a line, or for the name of a file."""
+    return caller(_PREFIXING) is not None
 
 
 def clear_for_receiver(tensors: list[Tensor]) -> None:

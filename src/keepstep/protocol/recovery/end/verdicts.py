@@ -12,8 +12,10 @@ from keepstep.protocol.recovery.settings import (
     EXIT_NOTHING_TO_RECOVER,
     EXIT_TOO_FEW_RANKS,
 )
+from keepstep.protocol.wording import who
 
 NOT_PROTECTED = "no rank has called keepstep.init(), so the job is not protected: a lost rank ends it"
+PREPARE_BEFORE = "What takes so long has to be prepared before the job"
 KILLED_AFTER_GRACE = "remaining processes were killed after the grace period"
 
 # ---- The script's own failure ---------------------------------------------------------------------------------------
@@ -39,7 +41,9 @@ def failed_everywhere(detail: str) -> EndJob:
 
 def start_overdue(waiting: Sequence[int | None], limit_s: float) -> EndJob:
     """The ranks in ``waiting`` were not ready within the time for the start-up."""
-    return EndJob(EXIT_FAILED, f"ranks {list(waiting)} did not reach their first step within {limit_s:g} s")
+    late = who(rank for rank in waiting if rank is not None)
+    what = f"{late} did not reach the first step within {limit_s:g} s of the first keepstep.init()"
+    return EndJob(EXIT_FAILED, f"{what}. {PREPARE_BEFORE}")
 
 
 def too_few_nodes(world_size: int, room: int) -> EndJob:
@@ -101,12 +105,12 @@ def scripts_overdue(failure: str | None) -> EndJob:
 # ---- The job cannot continue ----------------------------------------------------------------------------------------
 
 
-def nothing_to_recover(generation: int, detail: str) -> EndJob:
-    """No copy of the state is left anywhere."""
+def nothing_to_recover(generation: int, copies: str) -> EndJob:
+    """No copy of the state is left anywhere. ``copies``: what has become of each."""
     return EndJob(
         EXIT_NOTHING_TO_RECOVER,
         f"generation {generation}: no live rank holds the state any more and there is no checkpoint "
-        f"(protect(checkpoint_dir=...) writes them): {detail}",
+        f"(protect(checkpoint_dir=...) writes them): {copies}",
     )
 
 
@@ -123,10 +127,10 @@ def drained(reason: str | None, how: str) -> EndJob:
     return EndJob(EXIT_DRAINED, f"{reason}: {how}")
 
 
-def drained_in_vain(reason: str, detail: str, *, has_checkpoint: bool) -> EndJob:
-    """A drain was requested, but no rank holds any state to save."""
+def drained_in_vain(reason: str, copies: str, *, has_checkpoint: bool) -> EndJob:
+    """A drain was requested, but no rank holds any state to save. ``copies``: what has become of each."""
     where = "but the newest checkpoint does" if has_checkpoint else "and there is no checkpoint"
-    return EndJob(EXIT_DRAINED, f"{reason}: no live rank holds the state, {where}: {detail}")
+    return EndJob(EXIT_DRAINED, f"{reason}: no live rank holds the state, {where}: {copies}")
 
 
 def restarts_used_up(detail: str) -> EndJob:

@@ -58,6 +58,8 @@ class Node:
 
     name: str
     slots: int
+    num_devices: int
+    """The first so many slots are devices, such as GPUs; 0: the workers use none."""
     most: int
     """Most workers on the node if there is no other room. Workers beyond ``slots`` share devices."""
     domain: str
@@ -153,7 +155,7 @@ class Roster:
     def add_node(self, joined: NodeJoined) -> None:
         """Adds a node that has joined."""
         most = max(joined.slots, self._most_per_node)
-        node = Node(joined.node, joined.slots, most, joined.domain, joined.position)
+        node = Node(joined.node, joined.slots, joined.num_devices, most, joined.domain, joined.position)
         node.closed = dict.fromkeys(joined.closed, "it was closed when the node joined")
         self.nodes[joined.node] = node
         self.num_free += node.num_free
@@ -213,6 +215,11 @@ class Roster:
         """Returns how many replacements can be on a node: its room, plus its spares."""
         num_room = self.nodes[node].num_room if node in self.nodes else 0
         return num_room + sum(spare.node == node for spare in self._spares.values())
+
+    def device_of(self, worker: Worker) -> Place | None:
+        """Returns the device of a worker; None if it uses none, or if only its agent knows which one it shares."""
+        node = self.nodes.get(worker.node)
+        return Place(worker.node, worker.device) if node and worker.device < node.num_devices else None
 
     def is_held(self, node: str) -> bool:
         """Returns whether a node is in quarantine."""

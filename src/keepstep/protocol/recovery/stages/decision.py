@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterator, Sequence
 
 from keepstep.errors import InternalError
 from keepstep.protocol import resume
-from keepstep.protocol.messages import Membership, SafePointReached, Transfer
+from keepstep.protocol.messages import Cause, Membership, SafePointReached, Transfer
 from keepstep.protocol.recovery.placement.kept import KeptSnapshots, SnapshotRegister
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.progress import Progress
+from keepstep.protocol.recovery.records import RecoveryRecord
 from keepstep.protocol.resume import Action
 from keepstep.protocol.snapshots import lone_shards
 
@@ -170,6 +171,54 @@ def out_of_reach(
         return None
     ranks, nodes = sorted({kept.rank for kept in lost}), sorted({kept.node for kept in lost})
     return f"the snapshots of ranks {ranks} are in memory of {', '.join(nodes)}, where no rank is and none has room"
+
+
+def without_copy(
+    roster: Roster,
+    snapshots: SnapshotRegister,
+    membership: Membership,
+    records: Sequence[RecoveryRecord],
+    generation: int,
+) -> list[tuple[int, str]]:
+    """Returns what has become of the state, rank by rank, for each shard that nobody holds.
+
+    Args:
+        roster: the workers with their last safe points.
+        snapshots: the kept snapshots in the memory of nodes.
+        membership: the last membership in which all ranks were ready.
+        records: the recoveries of the job, with this one.
+        generation: the current generation.
+
+    Returns:
+        (rank, the reason), ascending. If each shard is held, and at no common step, that of every rank.
+    """
+    lost: dict[int, str] = {}
+    for number, record in enumerate(reversed(records)):
+        if number and record.restored_s is not None:
+            break  # since then all ranks held the state
+        for each in record.failures:
+            is_fenced = each.cause in (Cause.HANG, Cause.STOPPED)
+            lost.setdefault(each.rank, f"fenced, {each.detail}" if is_fenced else each.detail)
+    holders = {worker.rank or 0: worker for worker in roster.holders()}
+    reaches = {rank: _reaches(last_word(worker, generation)) for rank, worker in holders.items()}
+    for rank, listed in readable(roster, snapshots, membership, generation).items():
+        reaches[rank] = reaches.get(rank, frozenset()).union(*(kept.steps for kept in listed))
+    held = {membership.shard(rank) for rank, steps in reaches.items() if steps}
+    said = []
+    for rank in range(membership.world_size):
+        if membership.shard(rank) in held and len(held) < len(membership.shards):
+            continue
+        if reaches.get(rank):
+            why = f"it can go to no step but {', '.join(map(str, sorted(reaches[rank])))}"
+        elif (worker := holders.get(rank)) is None:
+            why = lost.get(rank, "lost")
+        elif rank in lost:
+            why = f"{lost[rank]}, and no replacement has received the state yet"
+        else:
+            flaw = worker.safe.flaw if worker.safe is not None else None
+            why = flaw or "it has not yet had any state"
+        said.append((rank, why))
+    return said
 
 
 def tied_ranks(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from keepstep.protocol.messages import Cause, Recover, StateRecovered
 from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.placement.roster import Worker
-from keepstep.protocol.recovery.records import Failure
 from keepstep.protocol.recovery.stages.decision import Report, decide, kept_step, last_word
 from keepstep.protocol.recovery.stages.stage import RecoveryStage
 from keepstep.protocol.recovery.suspicion import Left, Silence, left_in_recovery
@@ -76,11 +75,6 @@ class Recovering(RecoveryStage):
         if worker.worker in self.awaited:
             return word
         return (step,), step, tuple(each for each in (word[2] if word else ()) if each <= step)
-
-    def interrupted(self, cause: str, detail: str, failures: Sequence[Failure], now_s: float) -> Next:
-        """Starts the recovery over in a new generation, because of another failure."""
-        self.job.record.superseded = True
-        return super().interrupted(cause, detail, failures, now_s)
 
     def overdue(self, now_s: float) -> Next:
         """Stops all ranks. Ranks that wait for a hanging one are late as well, but the hanging one does not stop."""

@@ -10,7 +10,7 @@ from keepstep.protocol.recovery.end import verdicts
 from keepstep.protocol.recovery.end.drain import AGREEING
 from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.placement.roster import Worker
-from keepstep.protocol.recovery.records import Failure
+from keepstep.protocol.recovery.records import Failure, losses
 from keepstep.protocol.recovery.suspicion import Left, Silence
 from keepstep.protocol.recovery.transitions import TRANSITIONS, Next, Stage, ToDraining, ToEnded, ToStopping
 
@@ -115,13 +115,13 @@ class JobStage:
         """Runs on a failure, whether or not a rank is known to be lost."""
         if Stage.STOPPING not in TRANSITIONS[self.stage]:
             return None
+        if self.job.record.resumed_s is None:
+            self.job.record.superseded = True
         return ToStopping(cause, detail, tuple(failures))
 
     def ranks_lost(self, failures: Sequence[Failure], now_s: float) -> Next:
         """Runs when rank holders were lost at one moment."""
-        first = failures[0]
-        who = f"rank {first.rank}" if len(failures) == 1 else f"ranks {[each.rank for each in failures]}"
-        return self.interrupted(first.cause, f"{who} lost: {first.detail}", failures, now_s)
+        return self.interrupted(failures[0].cause, losses(failures), failures, now_s)
 
     def spare_lost(self, detail: str, now_s: float) -> Next:
         """Runs when a spare was lost."""

@@ -20,6 +20,7 @@ from keepstep.protocol.recovery.stages.decision import (
     out_of_reach,
     reachable_step,
     tied_ranks,
+    without_copy,
 )
 from keepstep.protocol.recovery.stages.stage import RecoveryStage
 from keepstep.protocol.recovery.suspicion import Left, Silence, left_in_recovery
@@ -32,6 +33,7 @@ from keepstep.protocol.recovery.transitions import (
     ToStarting,
     ToStopping,
 )
+from keepstep.protocol.wording import by_reason
 
 _TIMES_LOADED = 2
 """So many generations in a row end because a rank refuses the state: a mismatch may come from what the transfer met,
@@ -60,8 +62,8 @@ class Stopping(RecoveryStage):
         job = self.job
         if job.record not in job.records[-1:] and (failures or cause != Cause.DRAIN):
             job.records.append(job.record)
-        for failure in failures:
-            job.record.add_failure(failure, cause, detail)
+        if failures:
+            job.record.add_failures(failures)
             self._fenced_by_s = now_s + job.deadlines.end_s
             if not self.awaited or self.deadline_s is None:  # give no more time to survivors that do not answer
                 self.deadline_s = max(self.deadline_s or 0.0, self._fenced_by_s)
@@ -191,15 +193,14 @@ class Stopping(RecoveryStage):
         if is_in_doubt(job.roster, job.membership, job.generation):
             return ToRescuing(
                 "what is left of the state is in doubt, for the script has decided something by a value that a failure "
-                f"has cut off, and no replica's copy equals it: {job.record.detail}"
+                f"has cut off, and no replica's copy equals it: {self._copies()}"
             )
         unread = out_of_reach(job.roster, job.snapshots, job.membership, job.generation)
         if job.progress.trained_to > 0 and not job.writes_checkpoints:
-            detail = job.record.detail if unread is None else f"{job.record.detail}; {unread}"
-            return ToEnded(verdicts.nothing_to_recover(job.generation, detail))
-        if job.drain.reason is not None:
-            reason, detail = job.drain.reason, job.record.detail
-            return ToEnded(verdicts.drained_in_vain(reason, detail, has_checkpoint=job.has_checkpoint))
+            copies = self._copies() if unread is None else f"{self._copies()}; {unread}"
+            return ToEnded(verdicts.nothing_to_recover(job.generation, copies))
+        if (drain := job.drain.reason) is not None:
+            return ToEnded(verdicts.drained_in_vain(drain, self._copies(), has_checkpoint=job.has_checkpoint))
         reason = f"no live rank reaches a step{'' if unread is None else f', and {unread}'}: all ranks restart"
         job.processes.fence_ranks(reason)
         job.processes.fence_spares("all ranks restart, and it started with the former ones")
@@ -210,10 +211,30 @@ class Stopping(RecoveryStage):
         if job.processes.room_for_ranks() < job.settings.world_size:
             if not job.settings.nodes_may_join:
                 return ToEnded(verdicts.too_few_devices(job.settings.world_size, job.record.detail))
-            self._wait_for_help(now_s)  # another node has to come
+            if not self._waits_for_help:
+                self._tell_of_restart("when another node has joined, because there is no room for them")
+            self._wait_for_help(now_s)
             return None
+        self._tell_of_restart("from the newest checkpoint" if job.progress.has_trained else "")
         job.record.decided_s = now_s
         return ToStarting(reason)
+
+    def _copies(self) -> str:
+        """Returns what has become of the state on each rank."""
+        job = self.job
+        if job.membership is None:
+            return job.record.detail
+        return by_reason(without_copy(job.roster, job.snapshots, job.membership, job.records, job.generation))
+
+    def _tell_of_restart(self, how: str) -> None:
+        job, record = self.job, self.job.record
+        why = "no live rank holds the state" if job.progress.has_trained else "this was before the first step"
+        idle, most = job.generation - job.progress.last_generation, job.settings.max_recoveries_without_progress + 1
+        text = f"{record.detail}; {why}, so all ranks start again {how}".rstrip()
+        text += f" (failure {idle} in a row without a completed step; {most} end the job)"
+        if not job.progress.has_trained and any(each.cause == Cause.HANG for each in record.failures):
+            text += f". {verdicts.PREPARE_BEFORE}"
+        job.notices.append(text)
 
     def _wait_for_help(self, now_s: float) -> None:
         """Begins the wait for a process to start or a node to join. Later events must not postpone its deadline."""
