@@ -27,6 +27,8 @@ class RankState:
     """Time of the rank's last progress, if ``standing`` is set."""
     finished_at: int | None = None
     """The number of steps after which the rank's loop ended; None if it has not."""
+    heard_s: float | None = None
+    """When the controller last heard the rank's node, if that is silent; else None."""
 
     @property
     def waits(self) -> bool:
@@ -73,10 +75,11 @@ def uneven(ranks: Sequence[RankState]) -> str | None:
     if not beyond:
         return None
     step = min(state.standing.step for state in beyond if state.standing is not None)
+    others = [state.rank for state in beyond]
     return (
-        f"{_who(short)} ended {_its(short)} loop after {last} steps, and {_who([state.rank for state in beyond])} "
-        f"{_is([state.rank for state in beyond])} in step {step}, which all ranks have to take part in: give "
-        "session.steps() the same number on every rank, and leave the loop at the same step"
+        f"{ranks_text(short)} ended {_its(short)} loop after {last} steps, and {ranks_text(others)} {_is(others)} in "
+        f"step {step}, which all ranks have to take part in: give session.steps() the same number on every rank, and "
+        "leave the loop at the same step"
     )
 
 
@@ -89,7 +92,7 @@ def _where(state: RankState) -> str:
     if state.finished_at is not None:
         return f"HAS ended ITS loop after {state.finished_at} steps"
     if standing is None:
-        return "HAS moved lately"
+        return "HAS moved lately" if state.heard_s is None else "HAS moved by the last report of ITS nodeAGO"
     place = _place(standing)
     if standing.waits_for is WaitsFor.CONTROLLER:
         return f"HAS waited for the controllerTIME ({place})"
@@ -137,8 +140,11 @@ def _part(where: str, states: list[RankState], now_s: float | None) -> str:
     if now_s is not None:
         still_s = max(0.0, now_s - max(state.since_s for state in states))
         time = f" for {still_s:.0f} s" if still_s >= 10 else f" for {still_s:.1f} s"
+    heard_s = max((state.heard_s for state in states if state.heard_s is not None), default=None)
+    ago = "" if now_s is None or heard_s is None else f", {now_s - heard_s:.1f} s ago"
     words = where.replace("HAS", _has(ranks), 1).replace("ITS", _its(ranks), 1).replace("TIME", time, 1)
-    return f"{_who(ranks)} {words}{'' if now_s is None else _doing(states)}"
+    words = words.replace("AGO", ago, 1)
+    return f"{ranks_text(ranks)} {words}{'' if now_s is None else _doing(states)}"
 
 
 def _doing(states: list[RankState]) -> str:
@@ -170,13 +176,13 @@ def _mismatch(group: str, counts: dict[int, OperationCount]) -> list[str]:
     by_number = _by(counts, lambda count: count.entered)
     if len(by_number) > 1:
         most, *others = sorted(by_number.items(), reverse=True)
-        first = f"{_who(most[1])} {_has(most[1])} entered {most[0]} collectives of {group}"
-        rest = [f"{_who(members)} {_has(members)} entered {num}" for num, members in others[:MAX_PARTS]]
+        first = f"{ranks_text(most[1])} {_has(most[1])} entered {most[0]} collectives of {group}"
+        rest = [f"{ranks_text(members)} {_has(members)} entered {num}" for num, members in others[:MAX_PARTS]]
         return [", ".join([first, *rest, *(["others fewer"] if len(others) > MAX_PARTS else [])])]
     by_kind = _by(counts, lambda count: count.operation)
     if len(by_kind) > 1:
         number = next(iter(by_number))
-        kinds = ", ".join(f"{_who(members)} in {kind}" for kind, members in by_kind.items())
+        kinds = ", ".join(f"{ranks_text(members)} in {kind}" for kind, members in by_kind.items())
         return [f"collective #{number} of {group} is not the same everywhere: {kinds}"]
     return []
 
@@ -191,7 +197,7 @@ def _by(counts: dict[int, OperationCount], key: Callable[[OperationCount], Key])
 # ---- words ----------------------------------------------------------------------------------------------------------
 
 
-def _who(ranks: Iterable[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
     """Returns ranks in words, for example: rank 0; ranks 1 and 2; ranks 0 to 5 and 7."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

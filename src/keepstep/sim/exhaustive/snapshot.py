@@ -39,7 +39,10 @@ _IGNORED = _KEPT | {
         "_by_node",
         "_finished_at",
         "_situation",
-        "num_told",
+        "published",
+        "node_news",
+        "_gone_nodes",
+        "_awaited_text",
         "_told_s",
         "_looked_s",
     ),  # the reports about ranks that wait
