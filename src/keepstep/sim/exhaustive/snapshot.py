@@ -43,6 +43,8 @@ _IGNORED = _KEPT | {
         "node_news",
         "_gone_nodes",
         "_awaited_text",
+        "_announced",
+        "text",
         "_told_s",
         "_looked_s",
     ),  # the reports about ranks that wait
