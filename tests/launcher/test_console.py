@@ -4,11 +4,14 @@ import io
 
 import pytest
 from rich.console import Console
+from tests.protocol.simulated_job import SimulatedJob
 
 from keepstep.cli.terminal.screen import _flat
 from keepstep.launcher.cluster.node import _tell_trouble
 from keepstep.launcher.cluster.service import Refusals
-from keepstep.launcher.console import _print_news
+from keepstep.launcher.console import UNPROTECTED_S, _news, _print_news
+from keepstep.protocol.messages import WorkerJoined
+from keepstep.protocol.recovery.end.verdicts import NOT_PROTECTED
 from keepstep.trace.weights.publications import Publication, describe_publication, publication_text
 
 SENT = "node a left: \x1b]0;title\x07\x9b2J \u202e[bold] caf\u00e9\tand\nmore"
@@ -32,3 +35,37 @@ def test_nor_in_what_is_said_of_connections_and_weights(capsys: pytest.CaptureFi
         f"keepstep: no connection to a controller yet: {lines}"
     )
     assert publication_text(describe_publication(Publication(SENT), 0.0)).startswith(f"weights in {SHOWN}\tand")
+
+
+@pytest.mark.parametrize("is_protected", [True, False])
+def test_scripts_have_half_a_minute_from_their_own_start_to_call_init(is_protected: bool) -> None:
+    """The job may have waited for hours until its nodes had joined."""
+    job, clock_s = SimulatedJob(world_size=2, num_spares=0), [1000.0]
+    news = _news(job.machine, lambda: clock_s[0])
+    assert next(news) is None
+    clock_s[0] += 3600.0
+    job.say(job.reports["agent", "node-a"].popleft())
+    assert (job.machine.roster.num_holders, next(news)) == (2, None)
+    clock_s[0] += UNPROTECTED_S + 1.0
+    assert next(news) is None, "the ranks' processes have not started"
+    for worker in (0, 1):
+        job.say(job.reports[worker].popleft())
+    assert next(news) is None
+    if is_protected:
+        job.say(WorkerJoined(0, 4000))
+    clock_s[0] += UNPROTECTED_S - 1.0
+    assert next(news) is None
+    clock_s[0] += 2.0
+    assert [next(news), next(news)] == ([None, None] if is_protected else [NOT_PROTECTED, None])
+
+
+def test_a_node_that_is_lost_and_comes_back_has_a_line_for_each() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1, nodes={"a": 2, "b": 1}, ranks_per_node=2).settle()
+    news = _news(job.machine)
+    assert next(news) is None
+    job.lose_node("b")
+    job.settle()
+    assert [next(news), next(news)] == ["node b lost: not heard of", None]
+    job.offer("b", 1)
+    job.settle()
+    assert [next(news), next(news)] == ["node b has joined again, with room for 1 workers", None]

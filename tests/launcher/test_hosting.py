@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,25 @@ def test_an_end_that_the_kernel_does_not_report_is_found(script: str, monkeypatc
     monkeypatch.setattr(os, "pidfd_open", refuse)
     found = asyncio.run(hosting.ended(subprocess.Popen(["/bin/sh", "-c", script])))
     assert found == {"exit 3": (3, "exit code 3"), "kill -9 $$": (-9, "killed by SIGKILL")}[script]
+
+
+TOLD = """
+import os
+import sys
+what, number = sys.stdin.readline().split()
+os._exit(128 + int(number) if what == "end" else 1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT])
+def test_a_controller_is_told_which_signal_has_ended_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C is 130, as of a shell."""
+
+    async def whole() -> int:
+        hosted = HostedController((sys.executable, "-c", TOLD), tmp_path, "secret")
+        running = asyncio.create_task(hosted.run())
+        await asyncio.sleep(0)  # it has started the process
+        await hosted.end(number)
+        return await running
+
+    assert asyncio.run(whole()) == 128 + number

@@ -26,8 +26,11 @@ from keepstep.protocol.controller import (
 from keepstep.protocol.deadlines import LEASE_S, Deadlines
 from keepstep.protocol.messages import Cause, Packet
 from keepstep.protocol.node.agent import HEARTBEAT_S, SOONEST
+from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage
 from keepstep.protocol.recovery.orders import Orders
+from keepstep.protocol.recovery.suspicion import Left
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount, Standing, WaitsFor
 
 ALL_AT_1 = {0: 1, 1: 1, 2: 1}
 
@@ -260,6 +263,61 @@ def test_half_of_the_nodes_that_fall_silent_together_have_as_long(
     expired_s = given_up_s(controller, heard=names[num_silent:])
     waited_s = Deadlines().isolated_s if are_kept else LEASE_S
     assert expired_s == pytest.approx(100.0 + waited_s, abs=LEASE_S * LEASE_CHECK_SHARE)
+
+
+def test_it_says_that_it_waits_for_silent_nodes() -> None:
+    controller = watching("node-0", "node-1")
+    standstill = controller.job.standstill
+    controller.tick(controller.next_deadline() or 0.0)
+    while controller.next_deadline() <= 100.0 + LEASE_S:
+        controller.tick(controller.next_deadline() or 0.0)
+    assert standstill.text == (
+        "no heartbeat from node-0, node-1; at least half of the nodes are silent, so the cause is probably the "
+        "network: none is given up before they have been silent for 60 s"
+    )
+    controller.tick(controller.next_deadline() or 0.0)
+    assert len(standstill.published) == 1
+    for name in ("node-0", "node-1"):
+        controller.receive(Packet(name, 1, 1, 0, (), misses=False), 105.0)
+    while standstill.text is not None:
+        controller.tick(controller.next_deadline() or 0.0)
+    assert (controller.take_entries(), len(standstill.published)) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        (
+            Left.CHECKPOINT,
+            "only a checkpoint has the state of the ranks there, so it is given up after 60 s of silence",
+        ),
+        (Left.NOTHING, "no other node has the state of the ranks there, so it is given up after 1800 s of silence"),
+    ],
+)
+def test_it_says_why_it_waits_for_the_last_copy(left: Left, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = watching("node-0", "node-1", "node-2")
+    monkeypatch.setattr(controller.job, "left_without_node", lambda _node, _silent: left)
+    while (due_s := controller.next_deadline()) <= 100.0 + LEASE_S:
+        for name in ("node-0", "node-1"):
+            controller.receive(Packet(name, 1, 1, 0, (), misses=False), due_s)
+        controller.tick(due_s)
+    assert controller.job.standstill.published == [f"no heartbeat from node-2; {said}"]
+
+
+def test_what_a_silent_node_has_said_is_told_as_old() -> None:
+    cluster = ToyCluster().go()
+    cluster.nodes["node-1"].is_cut_off = True
+    cluster.wait(1.5)
+    waiting, _ = cluster.holder(0)
+    (worker,) = (each.number for each in waiting.workers.values() if each.rank == 0)
+    counts = (OperationCount("world", Operation.BARRIER, ALL_MEMBERS, 1, 0),)
+    standing = Standing(worker, 1, Phase.SYNCED, WaitsFor.RANKS, 1.5, counts, "")
+    waiting.agent._say(msg.RanksStand(waiting.name, 1, (standing,)))
+    cluster.wait(1.2)
+    (said,) = cluster.controller.job.standstill.published
+    assert re.search(
+        r"; rank 1 has moved by the last report of its node, 2\.\d s ago; rank 2 has moved lately", said
+    ), said
 
 
 def test_the_loss_of_a_relay_is_no_sign_that_its_nodes_are_heard() -> None:

@@ -38,17 +38,17 @@ def test_ranks_that_wait_are_reported_once_and_nothing_else_happens() -> None:
     job = training()
     stands(job, standing(job, 0), standing(job, 1), standing(job, 2, waits_for=WaitsFor.NOTHING))
     known = job.machine.standstill
-    assert known.text == known.told
+    assert known.text == known.published[-1]
     assert known.text == (
         "ranks 0 and 1 have been in barrier #5 of world for 30 s (backward of step 3); rank 2 has computed for 30 s "
         "(backward of step 3, in no collective)"
     )
     stands(job, standing(job, 0), standing(job, 1), standing(job, 2, waits_for=WaitsFor.NOTHING))
     job.deadline()
-    assert known.num_told == 1
+    assert len(known.published) == 1
     assert (job.where, job.orders(Stop), job.machine.next_deadline()) == ((Stage.TRAINING, 1), [], None)
     stands(job)
-    assert (known.text, known.num_told) == (None, 1)
+    assert (known.text, len(known.published)) == (None, 1)
     job.finish()
     assert job.ended is not None
     assert job.ended.exit_code == 0
@@ -59,13 +59,13 @@ def test_a_changed_situation_is_reported_again_but_not_more_often_than_can_be_re
     stands(job, standing(job, 0))
     stands(job, standing(job, 0), standing(job, 1))
     known = job.machine.standstill
-    assert known.num_told == 1
+    assert len(known.published) == 1
     due = job.machine.next_deadline()
     assert due is not None
     assert due <= job.now_s + LEAST_S
     job.deadline()
-    assert known.num_told == 2
-    assert known.told.startswith("ranks 0 and 1 have been in barrier #5")
+    assert len(known.published) == 2
+    assert known.published[-1].startswith("ranks 0 and 1 have been in barrier #5")
     assert job.machine.next_deadline() is None
 
 
@@ -74,13 +74,13 @@ def test_the_same_situation_is_reported_again_after_minutes() -> None:
     stands(job, standing(job, 0))
     job.now_s += REPEAT_S
     stands(job, standing(job, 0))
-    assert job.machine.standstill.num_told == 2
+    assert len(job.machine.standstill.published) == 2
 
 
 def test_ranks_of_which_none_waits_for_another_are_not_told_of() -> None:
     job = training()
     stands(job, *(standing(job, rank, waits_for=WaitsFor.NOTHING) for rank in range(3)))
-    assert (job.machine.standstill.text, job.machine.standstill.num_told) == (None, 0)
+    assert (job.machine.standstill.text, len(job.machine.standstill.published)) == (None, 0)
 
 
 def test_what_several_nodes_tell_at_one_moment_is_one_sentence() -> None:
@@ -88,12 +88,12 @@ def test_what_several_nodes_tell_at_one_moment_is_one_sentence() -> None:
     on_b = [rank for rank in range(4) if job.holder(rank).node == "b"]
     on_a = [rank for rank in range(4) if rank not in on_b]
     stands(job, *(standing(job, rank) for rank in on_a), node="a")
-    assert job.machine.standstill.num_told == 0
+    assert len(job.machine.standstill.published) == 0
     assert job.machine.next_deadline() == pytest.approx(job.now_s + GRACE_S)
     stands(job, *(standing(job, rank) for rank in on_b), node="b")
     job.deadline()
-    assert job.machine.standstill.num_told == 1
-    assert job.machine.standstill.told.startswith("ranks 0 to 3 have been in barrier #5 of world for 31 s")
+    assert len(job.machine.standstill.published) == 1
+    assert job.machine.standstill.published[-1].startswith("ranks 0 to 3 have been in barrier #5 of world for 31 s")
 
 
 def test_a_node_reports_for_its_own_ranks_only() -> None:
@@ -114,7 +114,7 @@ def test_a_recovery_begins_with_nothing_told() -> None:
     stands(job, standing(job, 0))
     job.deadline()
     assert job.machine.standstill.text is not None
-    assert job.machine.standstill.num_told == 2
+    assert len(job.machine.standstill.published) == 2
 
 
 def test_a_stall_names_where_the_ranks_stood() -> None:
@@ -139,6 +139,42 @@ def test_a_node_that_was_stalled_and_moves_again_is_not_counted_as_stalled() -> 
     assert (job.where, job.orders(Stop)) == ((Stage.TRAINING, 1), [])
     job.say(JobStalled("a", 1, "all ranks of a wait"))
     assert job.machine.stage is Stage.STOPPING
+
+
+# ---- A recovery that waits for a node -------------------------------------------------------------------------------
+
+
+def test_ranks_without_a_device_are_announced_at_once() -> None:
+    job = SimulatedJob(world_size=4, num_spares=0, nodes={"a": 2, "b": 2}).bring_all(3, Phase.BACKWARD)
+    on_b = [rank for rank in range(4) if job.holder(rank).node == "b"]
+    assert on_b == [2, 3]
+    job.lose_node("b")
+    job.settle()
+    assert job.where == (Stage.STOPPING, 2)
+    said = (
+        "ranks 2 and 3 lost: node b lost: not heard of: no device is left for ranks 2 and 3, and the job waits until "
+        "nodes with 2 free devices join. If they do not within 1800 s, it ends, and what is left of its state is "
+        "saved"
+    )
+    known = job.machine.standstill
+    assert (known.text, known.published) == (said, [said])
+    job.offer("c", 1)
+    job.settle()
+    assert "ranks 2 and 3" in (known.text or "")
+    assert "until nodes with a free device join" in (known.text or "")
+    assert len(known.published) == 2
+    job.offer("b", 2)
+    job.settle()
+    assert job.where == (Stage.TRAINING, 2)
+    assert (known.text, len(known.published)) == (None, 2)
+    assert job.machine.notices == ["node b lost: not heard of", "node b has joined again, with room for 2 workers"]
+
+
+def test_ranks_whose_processes_start_wait_for_no_node() -> None:
+    job = SimulatedJob(world_size=2, num_spares=0).bring_all(3, Phase.BACKWARD)
+    job.kill(job.holder(1))
+    job.settle()
+    assert (job.where, job.machine.standstill.published) == ((Stage.TRAINING, 2), [])
 
 
 # ---- Loops that end unevenly ----------------------------------------------------------------------------------------

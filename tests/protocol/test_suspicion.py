@@ -169,9 +169,9 @@ def test_of_ranks_that_fall_silent_together_none_is_given_up_though_others_have_
         suspect(job, job.holder(rank))
     wait(job, 3 * 3600.0)
     assert (fenced(job), job.where) == ([], (Stage.TRAINING, 1))
-    text = job.machine.standstill.told
+    text = job.machine.standstill.published[-1]
     assert text.startswith("rank 0: no progress; ranks 0, 2 have fallen silent together")
-    assert job.machine.standstill.num_told < 3 * 3600.0 / REPEAT_S + 1
+    assert len(job.machine.standstill.published) < 3 * 3600.0 / REPEAT_S + 1
     for rank in (0, 2):
         job.say(SuspicionLifted(job.holder(rank).number))
         job.holder(rank).hung = False
@@ -267,8 +267,8 @@ def test_a_rank_that_is_silent_where_another_was_replaced_has_four_times_as_long
         wait(job, DEADLINES.hang_after_s * (4**number - 1) - 1.0 if number else 0.0)
         assert silent.number not in fenced(job)
         if number:
-            assert "ranks were replaced for silence in turn" in job.machine.standstill.told
-            assert "--hang-after" in job.machine.standstill.told
+            assert "ranks were replaced for silence in turn" in job.machine.standstill.published[-1]
+            assert "--hang-after" in job.machine.standstill.published[-1]
         wait(job, 5.0)
         assert fenced(job)[number:] == [silent.number]
         assert job.settle().where == (Stage.TRAINING, 2 + number)
@@ -398,13 +398,13 @@ def test_a_shard_of_which_nothing_is_left_is_kept_and_explained_every_five_minut
         suspect(job, job.holder(rank))
     wait(job, 3600.0)
     assert (fenced(job), job.where) == ([], (Stage.TRAINING, 1))
-    text = job.machine.standstill.told
+    text = job.machine.standstill.published[-1]
     assert text.startswith(
         "rank 0: no progress; no other rank, snapshot or checkpoint has its state, so it is not replaced"
         if num_silent == 1
         else "rank 0: no progress; ranks 0, 1 have fallen silent together"
     )
-    assert 3600.0 / (1.2 * REPEAT_S) < job.machine.standstill.num_told < 3600.0 / (0.9 * REPEAT_S)
+    assert 3600.0 / (1.2 * REPEAT_S) < len(job.machine.standstill.published) < 3600.0 / (0.9 * REPEAT_S)
 
 
 def test_with_a_checkpoint_alone_a_silent_rank_has_the_long_time() -> None:
@@ -413,8 +413,9 @@ def test_with_a_checkpoint_alone_a_silent_rank_has_the_long_time() -> None:
     job.say(CheckpointWritten(0, 4))
     wait(job, DEADLINES.long_s - DEADLINES.hang_after_s - 1.0)
     assert fenced(job) == []
-    assert "only a checkpoint has its state, so it is not replaced before it has been silent for 1800 s" in (
-        job.machine.standstill.told
+    assert (
+        "only a checkpoint has its state, so it is not replaced before it has been silent for 1800 s"
+        in (job.machine.standstill.published[-1])
     )
     wait(job, 2.0)
     assert fenced(job) == [1]
@@ -455,7 +456,7 @@ def test_the_last_copy_is_waited_for_though_it_does_not_stop() -> None:
     job, hung = stopping_with(lambda rank: "0", 2)
     wait(job, 3 * DEADLINES.stop_s)
     assert (fenced(job), job.where) == ([], (Stage.STOPPING, 2))
-    assert "rank 1: no progress" in job.machine.standstill.told
+    assert "rank 1: no progress" in job.machine.standstill.published[-1]
     hung.hung = False
     job.release()
     assert job.settle().where == (Stage.TRAINING, 2)

@@ -556,6 +556,7 @@ class Agent:
             tag = worker.page.read().tag
             entries.append(
                 {
+                    "worker": worker.worker,
                     "pid": worker.pid,
                     "node": self.settings.place.node,
                     "rank": worker.rank,

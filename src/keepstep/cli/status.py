@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from keepstep.errors import RemoteProtocolError
 from keepstep.launcher import control
 from keepstep.protocol.messages import printable
-from keepstep.trace.record import runfolder
+from keepstep.trace.record import phaselog, runfolder
 from keepstep.trace.weights.publications import Publications, describe_publication, publication_text
 
 
@@ -25,6 +28,7 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     folder = Path(chosen.run_dir)
     status = control.ask(folder)
+    add_places(folder, status["workers"])
     now_s = runfolder.read_info(folder).clock().now_s()
     publications = Publications.read(folder / runfolder.WEIGHTS).found.values()
     status["weights"] = [describe_publication(each, now_s) for each in publications]
@@ -49,3 +53,18 @@ def main(arguments: list[str]) -> int:
     if status["standstill"] is not None:
         console.print(printable(status["standstill"]), highlight=False, markup=False)
     return 0
+
+
+def add_places(folder: Path, workers: list[dict[str, Any]]) -> None:
+    """Adds the step and phase of workers from the phase log of a run, where the controller does not know them.
+
+    The log may be a second old, and may lack a worker, or all if the disk was full.
+    """
+    unknown = {worker["worker"]: worker for worker in workers if worker["phase"] is None}
+    try:
+        found = phaselog.last_phases(folder / runfolder.PHASES, unknown)
+    except (OSError, RemoteProtocolError) as error:
+        print(f"keepstep status: no steps and phases: {printable(str(error))}", file=sys.stderr)
+        return
+    for number, (phase, step) in found.items():
+        unknown[number] |= {"phase": phase, "step": step}

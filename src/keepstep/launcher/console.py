@@ -1,4 +1,4 @@
-"""Console output of a running job: a line for each recovery, each quarantine, each notice, and for waiting ranks."""
+"""Console output of a running job: a line for each recovery, quarantine and notice, and for waiting ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from keepstep.trace.timeline.events import quarantine_text, recovery_text
 
 REFRESH_S = 0.2
 UNPROTECTED_S = 30.0
-"""Imports may take this long. A script that has not called `keepstep.init()` by then probably never will."""
+"""Imports may take this long, from the start of the ranks' processes. A script that has not called `keepstep.init()` by
+then probably never will."""
 Places = Callable[[], list[dict[str, object]]]
 
 
 async def follow(job: RecoveryMachine, places: Places | None = None) -> None:
-    """Prints recoveries, quarantines and waiting ranks until the job ends.
+    """Prints the news of a job until it ends.
 
     Args:
         job: the recovery machine of the job.
@@ -31,13 +32,9 @@ async def follow(job: RecoveryMachine, places: Places | None = None) -> None:
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     news = _news(job)
-    unprotected_s = time.monotonic() + UNPROTECTED_S
     try:
         while job.stage is not Stage.ENDED:
             _print_news(console, news)
-            if not job.progress.is_initialised and job.roster.num_holders and time.monotonic() > unprotected_s:
-                console.print(f"[yellow]keepstep:[/yellow] {NOT_PROTECTED}")
-                unprotected_s = math.inf
             if places is not None and console.is_terminal:
                 _print_places(console, places())
             await asyncio.sleep(REFRESH_S)
@@ -50,14 +47,20 @@ def _print_news(console: Console, news: Iterator[str | None]) -> None:
         console.print(f"[yellow]keepstep:[/yellow] {escape(printable(text))}")
 
 
-def _news(job: RecoveryMachine) -> Iterator[str | None]:
+def _news(job: RecoveryMachine, clock_s: Callable[[], float] = time.monotonic) -> Iterator[str | None]:
     """Yields a text for each new event, then None, and repeats this without end.
 
     It skips the events before its first iteration: an earlier process of this controller has printed them.
     """
-    num_told, held, num_standstills = len(job.records), set(job.quarantine.held), job.standstill.num_told
-    num_notices = len(job.notices)
+    num_told, held = len(job.records), set(job.quarantine.held)
+    num_notices, num_standstills = len(job.notices), len(job.standstill.published)
+    unprotected_s: float | None = None
     while True:
+        if unprotected_s is None and _are_started(job):
+            unprotected_s = clock_s() + UNPROTECTED_S
+        if unprotected_s is not None and clock_s() > unprotected_s and not job.progress.is_initialised:
+            unprotected_s = math.inf
+            yield NOT_PROTECTED
         while num_notices < len(job.notices):
             num_notices += 1
             yield job.notices[num_notices - 1]
@@ -68,10 +71,16 @@ def _news(job: RecoveryMachine) -> Iterator[str | None]:
         for place in job.quarantine.held.keys() - held:
             yield quarantine_text(place, job.quarantine.held[place])
         held = set(job.quarantine.held)
-        if job.standstill.num_told > num_standstills:
-            num_standstills = job.standstill.num_told
-            yield job.standstill.told
+        while num_standstills < len(job.standstill.published):
+            num_standstills += 1
+            yield job.standstill.published[num_standstills - 1]
         yield None
+
+
+def _are_started(job: RecoveryMachine) -> bool:
+    """Whether every rank has a process, so that its script runs."""
+    holders = job.roster.holders()
+    return len(holders) == job.settings.world_size and all(worker.pid is not None for worker in holders)
 
 
 def _is_over(record: RecoveryRecord) -> bool:

@@ -33,11 +33,24 @@ LEASE_CHECK_SHARE = 0.25
 RECENT_SHARE = 0.5
 """The copies on other nodes save the job only if the controller has heard these nodes within this share of a lease. One
 switch may cut off several nodes at once, and their leases expire one after the other."""
+UNHEARD_S = 1.0
+"""If a node was not heard for this long, which is longer than `HEARTBEAT_S` of agents, what it reported may be old."""
 UNDECIDED_S = 0.05
 """The controller checks the leases at this interval while it waits to hear other nodes, or which state they hold."""
 LATE_S = 0.1
 """If a check of the leases is late by more than this, the controller postpones it once, by the same time: it was
 paused, and packets that have arrived meanwhile may still be unread."""
+
+
+_ISOLATED = (
+    "at least half of the nodes are silent, so the cause is probably the network: none is given up before they have "
+    "been silent for {:g} s"
+)
+_KEPT = {
+    Left.CHECKPOINT: "only a checkpoint has the state of the ranks there, so it is given up after {:g} s of silence",
+    Left.NOTHING: "no other node has the state of the ranks there, so it is given up after {:g} s of silence",
+}
+"""What is left of the job without a node -> what is said of that node, with the time after which it is given up."""
 
 
 class ReportsReceived(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -268,6 +281,8 @@ class ControllerMachine:
         """Whether the next check of the leases is a postponed one; see `LATE_S`."""
         self._first_node_until_s: float | None = None
         """Time by which a first node must join; None as soon as one has joined."""
+        self._awaited_text = ""
+        """The sentence about silent nodes that are not given up."""
         self._awake_s = 0.0
         self._hears_from_s = 0.0
         """What comes before this time may have been sent long ago: the controller was paused."""
@@ -406,7 +421,12 @@ class ControllerMachine:
         if due is not None and now_s >= due:
             since_s = self.job.judges_since(now_s)
             silent = () if since_s is None else self._not_heard_since(since_s)
+            standstill = self.job.standstill
+            if self._lease_s is not None:
+                unheard = self._not_heard_since(now_s - UNHEARD_S)
+                standstill.silent_nodes = {node: self.connections[node].heard_s for node in unheard}
             self._happened(DeadlineCame(tuple(silent)), now_s)
+            standstill.silent_nodes = {}
 
     def _not_heard_since(self, since_s: float) -> list[str]:
         since_s = max(since_s, self._hears_from_s)
@@ -431,6 +451,9 @@ class ControllerMachine:
         deadlines = self.job.deadlines
         least_s = {Left.MEMORY: 0.0, Left.CHECKPOINT: deadlines.isolated_s, Left.NOTHING: deadlines.long_s}
         doubted = {*silent, *self._not_heard_since(now_s - lease_s * RECENT_SHARE)} if silent else set()
+        awaited: dict[str, list[str]] = {}
+        if is_isolated and silent:
+            awaited = {_ISOLATED.format(deadlines.isolated_s): silent}
         for node in [] if is_isolated else silent:
             connection = self.connections[node]
             why = f"no heartbeat for {connection.patience_s(lease_s):g} s"
@@ -443,9 +466,25 @@ class ControllerMachine:
                     self._happened(NodeSilent(node, why), now_s)
             elif now_s >= connection.lease_from_s + least_s[left]:
                 self._happened(LeaseExpired(node, why, connection.heard_s), now_s)
+            else:
+                awaited.setdefault(_KEPT[left].format(least_s[left]), []).append(node)
+        self._tell_of_awaited(awaited)
         self._schedule_lease_check(lease_s, now_s)
         if is_undecided:
             self._check_leases_s = now_s + UNDECIDED_S
+
+    def _tell_of_awaited(self, awaited: Mapping[str, list[str]]) -> None:
+        """Publishes which silent nodes are not given up, by the reason, when these change. No decision depends on it.
+
+        The view of a run's folder does not show it, for the journal has no event without a decision.
+        """
+        standstill, before = self.job.standstill, self._awaited_text
+        parts = [f"no heartbeat from {', '.join(sorted(nodes))}; {why}" for why, nodes in awaited.items()]
+        self._awaited_text = ". ".join(parts)
+        if before and not parts:
+            standstill.no_longer(before)
+        elif self._awaited_text != before:
+            standstill.announce(self._awaited_text)
 
     def _schedule_lease_check(self, lease_s: float, now_s: float) -> None:
         """Schedules the next check: when a lease may expire, and often enough to notice the controller's own pauses."""

@@ -90,6 +90,11 @@ SITUATIONS: dict[str, tuple[list[RankState], str | None]] = {
         "ranks 0 and 2 have computed for 30 s (forward of step 12, in no collective), rank 0 in load() at data.py:17; "
         "rank 1 has been in all_reduce #9 of world for 30 s (backward of step 11)",
     ),
+    "a silent node": (
+        [waits(0, count("world", BARRIER, 9), phase=Phase.SYNCED)] + [RankState(n, heard_s=98.2) for n in (1, 2)],
+        "rank 0 has been in the gradient barrier of step 11 for 30 s; ranks 1 and 2 have moved by the last report of "
+        "their node, 1.8 s ago",
+    ),
     "between steps": (
         [computes(0, step=7, phase=Phase.UPDATED), waits(1, count("world", REDUCE, 9), step=7, phase=Phase.UPDATED)],
         "rank 0 has computed for 30 s (after step 7, in no collective); rank 1 has been in all_reduce #9 of world for "

@@ -296,9 +296,10 @@ async def _until_ended(controller: Controller, lease: RunLease, options: Control
 
 
 def _places(job: RecoveryMachine) -> list[dict[str, object]]:
-    """Returns an entry for each live worker. Step and phase are None: only the worker's agent knows them."""
+    """Returns an entry for each live worker. Step and phase are None, as ``keepstep status`` reads them in the log."""
     return [
         {
+            "worker": worker.worker,
             "pid": worker.pid,
             "node": worker.node,
             "rank": worker.rank,

@@ -69,6 +69,7 @@ class RecoveryMachine:
         self.digests: dict[int, str] = {}
         """rank -> digest of its protected state after the last step."""
         self.ended: msg.EndJob | None = None
+        self._gone_nodes: set[str] = set()
 
     @property
     def stage(self) -> Stage:
@@ -128,8 +129,11 @@ class RecoveryMachine:
         """
         if self.stage is Stage.ENDED:
             return []
-        if is_fault and node in self.roster.nodes:
-            self.quarantine.failed(Place(node), why, now_s)
+        if node in self.roster.nodes:
+            self._gone_nodes.add(node)
+            self.notices.append(why)
+            if is_fault:
+                self.quarantine.failed(Place(node), why, now_s)
         lost = self.roster.remove_node(node)
         self._job.snapshots.node_lost(node)
         self._job.expect_no_explanation()
@@ -324,6 +328,9 @@ class RecoveryMachine:
         match message:
             case msg.NodeJoined():
                 self.roster.add_node(message)
+                if node in self._gone_nodes:
+                    self._gone_nodes.remove(node)
+                    self.notices.append(f"node {node} has joined again, with room for {message.slots} workers")
                 if self._job.told is not None:
                     self._job.orders.send(
                         message.node, msg.MembershipTold(self._job.told), "it joins a job that goes on"

@@ -26,10 +26,10 @@ class Standstill:
         self._roster = roster
         self.text: str | None = None
         """One sentence that says which ranks wait where; None if no rank waits for long."""
-        self.told = ""
-        """The last published sentence."""
-        self.num_told = 0
-        """How often there was a new sentence, so that a log can notice a new one."""
+        self.published: list[str] = []
+        """All sentences so far, so that a log can notice a new one."""
+        self.silent_nodes: dict[str, float] = {}
+        """Nodes that have not been heard lately -> when they were last heard. Only for the sentence."""
         self.due_s: float | None = None
         """When `tick` is due."""
         self._moving: set[str] = set()
@@ -88,15 +88,26 @@ class Standstill:
         self.text = explain(self._states(), now_s)
         situation = explain(self._states(), None) or ""
         if self.text is not None and (situation != self._situation or now_s >= self._told_s + REPEAT_S):
-            self.told, self._situation, self._told_s = self.text, situation, now_s
-            self.num_told += 1
+            self._situation, self._told_s = situation, now_s
+            self.published.append(self.text)
 
     def keeps(self, worker: Worker, text: str, now_s: float) -> None:
         """Publishes why a silent rank is not given up, at intervals."""
         if now_s >= self._kept_s.get(worker.worker, -math.inf) + REPEAT_S:
             self._kept_s[worker.worker] = now_s
-            self.text = self.told = text
-            self.num_told += 1
+            self.text = text
+            self.published.append(text)
+
+    def announce(self, text: str) -> None:
+        """Publishes at once for what the job waits, if that is not the present sentence."""
+        if text != self.text:
+            self.text = text
+            self.published.append(text)
+
+    def no_longer(self, text: str) -> None:
+        """Withdraws a sentence, if it is the present one."""
+        if text == self.text:
+            self.text = None
 
     def idle(self) -> set[int]:
         """Returns the workers that may hang: they have made no progress for long, and wait for no other rank.
@@ -121,5 +132,6 @@ class Standstill:
         for worker in sorted(self._roster.holders(), key=lambda worker: worker.rank or 0):
             assert worker.rank is not None
             where, since_s = standing.get(worker.worker, (None, 0.0))
-            states.append(RankState(worker.rank, where, since_s, self._finished_at.get(worker.worker)))
+            heard_s = self.silent_nodes.get(worker.node)
+            states.append(RankState(worker.rank, where, since_s, self._finished_at.get(worker.worker), heard_s))
         return states

@@ -28,6 +28,8 @@ class RankState:
     """Time of the rank's last progress, if ``standing`` is set."""
     finished_at: int | None = None
     """The number of steps after which the rank's loop ended; None if it has not."""
+    heard_s: float | None = None
+    """When the controller last heard the rank's node, if that is silent; else None."""
 
     @property
     def waits(self) -> bool:
@@ -74,10 +76,11 @@ def uneven(ranks: Sequence[RankState]) -> str | None:
     if not beyond:
         return None
     step = min(state.standing.step for state in beyond if state.standing is not None)
+    others = [state.rank for state in beyond]
     return (
-        f"{who(short)} ended {_its(short)} loop after {last} steps, and {who([state.rank for state in beyond])} "
-        f"{_is([state.rank for state in beyond])} in step {step}, which all ranks have to take part in: give "
-        "session.steps() the same number on every rank, and leave the loop at the same step"
+        f"{who(short)} ended {_its(short)} loop after {last} steps, and {who(others)} {_is(others)} in "
+        f"step {step}, which all ranks have to take part in: give session.steps() the same number on every rank, and "
+        "leave the loop at the same step"
     )
 
 
@@ -90,7 +93,7 @@ def _where(state: RankState) -> str:
     if state.finished_at is not None:
         return f"HAS ended ITS loop after {state.finished_at} steps"
     if standing is None:
-        return "HAS moved lately"
+        return "HAS moved lately" if state.heard_s is None else "HAS moved by the last report of ITS nodeAGO"
     place = place_of(standing.phase, standing.step).removeprefix("in ")
     if standing.waits_for is WaitsFor.CONTROLLER:
         return f"HAS waited for the controllerTIME ({place})"
@@ -130,7 +133,10 @@ def _part(where: str, states: list[RankState], now_s: float | None) -> str:
     if now_s is not None:
         still_s = max(0.0, now_s - max(state.since_s for state in states))
         time = f" for {still_s:.0f} s" if still_s >= 10 else f" for {still_s:.1f} s"
+    heard_s = max((state.heard_s for state in states if state.heard_s is not None), default=None)
+    ago = "" if now_s is None or heard_s is None else f", {now_s - heard_s:.1f} s ago"
     words = where.replace("HAS", _has(ranks), 1).replace("ITS", _its(ranks), 1).replace("TIME", time, 1)
+    words = words.replace("AGO", ago, 1)
     return f"{who(ranks)} {words}{'' if now_s is None else _doing(states)}"
 
 

@@ -39,7 +39,12 @@ _IGNORED = _KEPT | {
         "_by_node",
         "_finished_at",
         "_situation",
-        "num_told",
+        "published",
+        "notices",
+        "_gone_nodes",
+        "_awaited_text",
+        "_announced",
+        "text",
         "_told_s",
         "_looked_s",
     ),  # the reports about ranks that wait

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -184,6 +184,26 @@ class PhaseTail:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def last_phases(folder: Path, workers: Iterable[int]) -> dict[int, tuple[str, int]]:
+    """Returns worker -> its last phase and step, of those that the newest `NUM_RECENT` segments have.
+
+    Raises:
+        RemoteProtocolError: a segment contains invalid data.
+    """
+    left, found = set(workers), dict[int, tuple[str, int]]()
+    for path in segments(folder)[: -NUM_RECENT - 1 : -1]:
+        if not left:
+            break
+        records = phases_in(read_segment(path))
+        records = records[np.isin(records["worker"], list(left))]
+        newest = records[np.argsort(records["at_ns"], kind="stable")][::-1]
+        _, first = np.unique(newest["worker"], return_index=True)
+        for record in newest[first]:
+            found[int(record["worker"])] = str(PHASES[record["phase"]]), int(record["step"])
+        left -= found.keys()
+    return found
 
 
 def read_segment(path: Path) -> PhaseArray:

@@ -136,10 +136,10 @@ class Teller:
 
     def _stood(self, entry: JournalEntry) -> Iterator[ControlEvent]:
         """Yields an event if ranks have waited for others for a long time."""
-        standstill = self._job.standstill
-        if standstill.num_told > self._num_standstills:
-            self._num_standstills = standstill.num_told
-            yield ControlEvent(entry.at_s, "ranks wait", "warning", standstill.told, entry.generation)
+        published = self._job.standstill.published
+        for text in published[self._num_standstills :]:
+            yield ControlEvent(entry.at_s, "ranks wait", "warning", text, entry.generation)
+        self._num_standstills = len(published)
 
     def _decided(self, entry: JournalEntry) -> Iterator[ControlEvent]:
         """Yields an event for each kind and reason of orders."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -33,7 +33,7 @@ from keepstep.protocol.recovery.transitions import (
     ToStarting,
     ToStopping,
 )
-from keepstep.protocol.wording import by_reason
+from keepstep.protocol.wording import by_reason, who
 
 _TIMES_LOADED = 2
 """So many generations in a row end because a rank refuses the state: a mismatch may come from what the transfer met,
@@ -53,6 +53,8 @@ class Stopping(RecoveryStage):
         super().__init__(job, job.roster.holder_numbers(), now_s + job.deadlines.stop_s)
         self._waits_for_help = False
         """Whether the stage waits for a process to start or a node to join."""
+        self._announced = ""
+        """The published sentence that says for what it waits."""
         synced_step = next((each.step for each in failure.failures if each.phase == Phase.SYNCED), None)
         job.orders.to_all(Stop(job.generation, failure.detail, synced_step), failure.detail)
         self.interrupted(failure.cause, failure.detail, failure.failures, now_s)
@@ -172,6 +174,7 @@ class Stopping(RecoveryStage):
                     worker.inherits = frozenset().union(*(each.steps for each in kept))
                     job.pass_snapshots(worker, rank, kept)
                 job.assign(worker, f"spare {worker.worker} takes rank {rank}")
+            job.standstill.no_longer(self._announced)
             return ToRecovering(step)
         missing = job.roster.missing_ranks()
         if job.drain.reason is not None:  # there is no time to wait for spares
@@ -181,6 +184,7 @@ class Stopping(RecoveryStage):
         if job.processes.none_can_come(len(missing)):
             return ToRescuing(f"no device is left for ranks {missing}: {job.record.detail}")
         self._wait_for_help(now_s)
+        self._announce(missing, len(missing) - len(job.roster.spares()), now_s)
         return None
 
     def _warmth_of(self, worker: Worker) -> Warmth:
@@ -208,13 +212,13 @@ class Stopping(RecoveryStage):
             return None
         if not job.roster.may_start(job.settings.world_size):
             return ToEnded(verdicts.restarts_used_up(job.record.detail))
-        if job.processes.room_for_ranks() < job.settings.world_size:
+        if (room := job.processes.room_for_ranks()) < job.settings.world_size:
             if not job.settings.nodes_may_join:
                 return ToEnded(verdicts.too_few_devices(job.settings.world_size, job.record.detail))
-            if not self._waits_for_help:
-                self._tell_of_restart("when another node has joined, because there is no room for them")
-            self._wait_for_help(now_s)
+            self._wait_for_help(now_s)  # another node has to come
+            self._announce(range(job.settings.world_size), job.settings.world_size - room, now_s)
             return None
+        job.standstill.no_longer(self._announced)
         self._tell_of_restart("from the newest checkpoint" if job.progress.has_trained else "")
         job.record.decided_s = now_s
         return ToStarting(reason)
@@ -240,3 +244,17 @@ class Stopping(RecoveryStage):
         """Begins the wait for a process to start or a node to join. Later events must not postpone its deadline."""
         if not self._waits_for_help:
             self._waits_for_help, self.deadline_s = True, now_s + self.job.deadlines.start_s
+
+    def _announce(self, ranks: Collection[int], num_devices: int, now_s: float) -> None:
+        """Publishes that ranks wait for devices, if some are missing: nobody else can supply them."""
+        if num_devices <= 0:
+            self.job.standstill.no_longer(self._announced)
+            return
+        assert self.deadline_s is not None, "the wait has begun"
+        places = "a free device" if num_devices == 1 else f"{num_devices} free devices"
+        self._announced = (
+            f"{self.job.record.detail}: no device is left for {who(ranks)}, and the job waits until nodes with "
+            f"{places} join. If they do not within {self.deadline_s - now_s:.0f} s, it ends, and what is left of its "
+            "state is saved"
+        )
+        self.job.standstill.announce(self._announced)
