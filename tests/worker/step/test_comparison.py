@@ -108,7 +108,7 @@ def test_in_the_first_steps_a_difference_is_an_error(change: str, named: str, tm
     assert first == [], "the one that is compared with goes on to the barrier"
     (error,) = second
     assert error.startswith("StateMismatch: ")
-    assert f"{named} differs between rank 1 and rank 0 by now" in error
+    assert f"{named} differs between rank 1 and rank 0 in step 4" in error
     assert 'protect(shard=f"rank {session.rank}")' in error
 
 
@@ -181,7 +181,7 @@ def test_declared_values_are_equal_on_all_shards(tmp_path: Path) -> None:
     (tmp_path / "again").mkdir()
     first, second = run_ranks(2, with_values, tmp_path / "again", {0: 0.5, 1: 0.25}, 64)
     assert first == []
-    assert "the host value best differs between rank 1 and rank 0 by now" in second[0]
+    assert "the host value best differs between rank 1 and rank 0 in step 64" in second[0]
 
 
 # ---- what is computed beside a step ---------------------------------------------------------------------------------

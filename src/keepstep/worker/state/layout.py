@@ -26,6 +26,10 @@ class Found(NamedTuple):
     when: str
     advice: str
 
+    def in_step(self, step: int) -> Found:
+        """Returns it with the step in which the difference was found."""
+        return self._replace(when=self.when.format(step=step))
+
 
 AT_START = Found(
     "before the first step",
@@ -34,7 +38,7 @@ AT_START = Found(
     'equal names, as experts do, say so: protect(shard="...") with another text for each part',
 )
 LATER = Found(
-    "by now",
+    "in step {step}",
     "a lost rank gets its state from a rank that holds the same: average gradients over all ranks "
     "(DistributedDataParallel), and what a forward changes as well (broadcast_buffers=True, SyncBatchNorm). An "
     'optimizer that gives each rank a part of its state needs protect(shard=f"rank {session.rank}"), and values of '

@@ -191,7 +191,7 @@ class Comparison:
             return None
         theirs = msgspec.msgpack.decode(store.get(str(first)), type=Start)
         try:
-            check_same_start(own, theirs, rank, first, RESTORED if rank in verdict.refused else LATER)
+            check_same_start(own, theirs, rank, first, RESTORED if rank in verdict.refused else LATER.in_step(step))
         except StateMismatch as error:
             return error
         return None
