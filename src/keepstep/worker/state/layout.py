@@ -261,8 +261,11 @@ def check_same_start(own: Start, theirs: Start, rank: int, first: int = 0, found
         extra = sorted(set(own.host) ^ set(theirs.host)) or ["another order of the host values"]
         raise StateMismatch(f"only one of rank {rank} and rank {first} has {extra[0]}: replicas must be equal")
     names = [f"'{header.name}'" for header in own.tensors] + [f"the host value {name}" for name in own.host]
-    name = next(name for name, mine, its in zip(names, own.digests, theirs.digests, strict=True) if mine != its)
-    raise StateMismatch(f"{name} differs between rank {rank} and rank {first} {found.when}, and {found.advice}")
+    different = [name for name, mine, its in zip(names, own.digests, theirs.digests, strict=True) if mine != its]
+    raise StateMismatch(
+        f"{different[0]} differs between rank {rank} and rank {first} {found.when} ({len(different)} of {len(names)} "
+        f"values do), and {found.advice}"
+    )
 
 
 def _host_values(host: dict[str, Any]) -> Iterator[tuple[str, Any]]:
