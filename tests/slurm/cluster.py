@@ -44,7 +44,7 @@ SchedulerParameters=batch_sched_delay=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-ReturnToService=1
+ReturnToService=2
 SlurmdTimeout=5
 {lines}
 PartitionName=all Nodes=ALL Default=YES State=UP
