@@ -13,19 +13,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.network.cluster import PATIENT, SCRIPT
+from tests.network.cluster import SCRIPT
+from tests.slurm.script import SBATCH, small_job
 from tests.support.nodes import DEADLINE_S, SECRET, Nodes, await_training, end_all
 
 from keepstep.launcher.flags import make_parser
 from keepstep.trust.tokens import write_private
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-SBATCH = ROOT / "examples" / "slurm" / "train.sbatch"
 JOB = 4242
 
 SCONTROL = """#!/bin/sh
 case "$*" in
     "show hostnames n[0-2]") printf '127.0.0.1\\n127.0.0.2\\n127.0.0.3\\n' ;;
+    "--oneliner show node 127.0.0.1")
+        head -n 1 "$SLURM_SUBMIT_DIR/node-state"
+        sed -i '1{$!d}' "$SLURM_SUBMIT_DIR/node-state" ;;
     "requeue 4242") echo requeued >> "$SLURM_SUBMIT_DIR/requeued" ;;
     *) exit 2 ;;
 esac
@@ -34,9 +36,11 @@ SQUEUE = """#!/bin/sh
 test "$*" = "--noheader --jobs=4242 --format=%T" || exit 2
 cat "$SLURM_SUBMIT_DIR/job-state"
 """
-SINFO = """#!/bin/sh
-test "$*" = "--noheader --nodes=127.0.0.1 --format=%t" || exit 2
-cat "$SLURM_SUBMIT_DIR/node-state"
+SCANCEL = """#!/bin/sh
+test "$*" = "--signal=TERM 4242.0" || exit 2
+echo told >> "$SLURM_SUBMIT_DIR/told"
+"""
+SLEEP = """#!/bin/sh
 """
 SRUN = """#!{python}
 # Starts one task for each node, and waits for all of them, as with --no-kill: whatever becomes of one, the others stay.
@@ -60,14 +64,23 @@ sys.exit(max(task.wait() % 256 for task in tasks))
 """
 
 
-def install(folder: Path, *more: tuple[str, str], job_state: str = "RUNNING\n", node_state: str = "alloc\n") -> None:
+def node(*states: str) -> str:
+    """What Slurm says of a node, each time that it is asked; the last one from then on."""
+    line = "NodeName=127.0.0.1 Arch=x86_64 CPUAlloc=1 Boards=1 State={} ThreadsPerCore=1 Reason=a State=DOWN [root]\n"
+    return "".join(line.format(state) for state in states)
+
+
+def install(
+    folder: Path, *more: tuple[str, str], job_state: str = "RUNNING\n", states: tuple[str, ...] = ("ALLOCATED",)
+) -> None:
     """Puts the commands into a folder, and what they answer."""
     (folder / "bin").mkdir(exist_ok=True)
-    for name, text in (("scontrol", SCONTROL), ("squeue", SQUEUE), ("sinfo", SINFO), *more):
+    commands = (("scontrol", SCONTROL), ("squeue", SQUEUE), ("scancel", SCANCEL), ("sleep", SLEEP), *more)
+    for name, text in commands:
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
     (folder / "job-state").write_text(job_state)
-    (folder / "node-state").write_text(node_state)
+    (folder / "node-state").write_text(node(*states))
 
 
 class Job:
@@ -79,19 +92,8 @@ class Job:
         self.started: list[subprocess.Popen[bytes]] = []
         install(folder, ("srun", SRUN.format(python=sys.executable)))
         write_private(folder / "job.secret", SECRET.text())
-        text = SBATCH.read_text()
-        port = Nodes(folder).endpoint.rpartition(":")[2]
-        for line, instead in (
-            (r"^rank_nodes=\S+", "rank_nodes=2"),
-            (r"^ranks_per_node=\S+", "ranks_per_node=1"),
-            (r"^spares=\S+", "spares=1"),
-            (r"^script=\S+", f"script=({script})"),
-            (r"^port=\S+ \+ .*\)\)", f"port={port}"),
-            (r'--spares "\$spares"', " ".join(['--spares "$spares"', *map(str, PATIENT)])),
-        ):
-            text, count = re.subn(line, instead, text, flags=re.MULTILINE)
-            assert count == 1, line
-        (folder / "train.sbatch").write_text(text)
+        port = int(Nodes(folder).endpoint.rpartition(":")[2])
+        (folder / "train.sbatch").write_text(small_job(script, port))
 
     def start(self) -> subprocess.Popen[bytes]:
         """The batch script, as Slurm starts it on the first node."""
@@ -100,6 +102,7 @@ class Job:
             "PATH": f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SLURM_SUBMIT_DIR": str(self.folder),
             "SLURM_JOB_ID": str(JOB),
+            "SLURM_STEP_ID": "0",
             "SLURM_JOB_NODELIST": "n[0-2]",
             "SLURM_JOB_NUM_NODES": "3",
         }
@@ -158,7 +161,7 @@ def test_who_is_left_without_the_first_node_requeues_the_job(job: Job) -> None:
     path.write_text(path.read_text().replace("--report", "--controller-timeout 3 --report"))
     process = job.start()
     await_training(job.run / "node-0")
-    (job.folder / "node-state").write_text("down*\n")
+    (job.folder / "node-state").write_text(node("DOWN+NOT_RESPONDING"))
     job.power_off(0)
     job.wait(process)
     assert (job.folder / "requeued").read_text() == "requeued\n" * 2
@@ -182,37 +185,61 @@ def test_a_job_that_is_cancelled_ends_as_one(job: Job) -> None:
 
 ENDED = "#!/bin/sh\nexit 1\n"
 TOLD = "#!/bin/sh\nkill -{signal} $PPID\nexit 1\n"
+REPORTED = "#!/bin/sh\ntouch report.json\nexit 1\n"
+
+
+def end(folder: Path, node_rank: int, keepstep: str, job_state: str, states: tuple[str, ...]) -> None:
+    """Has an agent end in this way, with Slurm's answers to what its shell asks then."""
+    install(folder, ("keepstep", keepstep), job_state=job_state, states=states)
+    (on_each_node,) = re.findall(r"^on_each_node='(.*?)^'", SBATCH.read_text(), re.MULTILINE | re.DOTALL)
+    environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    environment |= {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": str(JOB), "SLURM_STEP_ID": "0"}
+    environment |= {"SLURM_NODEID": str(node_rank)}
+    command = ["bash", "-c", on_each_node, "node", "127.0.0.1", str(folder)]
+    ended = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert ended.returncode == 1, ended.stderr
 
 
 @pytest.mark.parametrize(
-    ("job_state", "node_state", "keepstep", "starts_over"),
+    ("job_state", "states", "keepstep", "starts_over"),
     [
-        ("RUNNING\n", "down*\n", ENDED, True),
-        ("RUNNING\n", "down\n", ENDED, True),
-        ("RUNNING\n", "down\ndown\n", ENDED, True),
-        ("RUNNING\n", "alloc\n", ENDED, False),
-        ("RUNNING\n", "comp\n", ENDED, False),
-        ("RUNNING\n", "", ENDED, False),
-        ("COMPLETING\n", "down*\n", ENDED, False),
-        ("CANCELLED\n", "down*\n", ENDED, False),
-        ("", "down*\n", ENDED, False),
-        ("", "", ENDED, False),
-        ("RUNNING\n", "down*\n", TOLD.format(signal="TERM"), False),
-        ("RUNNING\n", "down*\n", TOLD.format(signal="USR1"), False),
+        ("RUNNING\n", ("DOWN+NOT_RESPONDING",), ENDED, True),
+        ("RUNNING\n", ("DOWN*",), ENDED, True),
+        ("RUNNING\n", ("DOWN",), ENDED, True),
+        ("RUNNING\n", ("DOWN+DRAIN",), ENDED, True),
+        ("RUNNING\n", ("ALLOCATED+NOT_RESPONDING", "DOWN+NOT_RESPONDING"), ENDED, True),
+        ("RUNNING\n", ("ALLOCATED*", "ALLOCATED*+DRAIN", "DOWN*+DRAIN"), ENDED, True),
+        ("RUNNING\n", ("ALLOCATED+NOT_RESPONDING", "ALLOCATED"), ENDED, False),
+        ("RUNNING\n", ("ALLOCATED",), ENDED, False),
+        ("RUNNING\n", ("ALLOCATED+DRAIN",), ENDED, False),
+        ("RUNNING\n", ("COMPLETING",), ENDED, False),
+        ("RUNNING\n", (), ENDED, False),
+        ("COMPLETING\n", ("DOWN",), ENDED, False),
+        ("CANCELLED\n", ("DOWN",), ENDED, False),
+        ("", ("DOWN",), ENDED, False),
+        ("", (), ENDED, False),
+        ("RUNNING\n", ("DOWN",), TOLD.format(signal="TERM"), False),
+        ("RUNNING\n", ("DOWN",), TOLD.format(signal="USR1"), False),
+        ("RUNNING\n", ("DOWN",), REPORTED, False),
     ],
 )
 def test_a_job_starts_over_only_if_slurm_says_that_its_first_node_is_down(
-    job_state: str, node_state: str, keepstep: str, starts_over: bool, tmp_path: Path
+    job_state: str, states: tuple[str, ...], keepstep: str, starts_over: bool, tmp_path: Path
 ) -> None:
     """It took a node for down that squeue did not list, which is so at every end of a job, and in silence."""
-    install(tmp_path, ("keepstep", keepstep), job_state=job_state, node_state=node_state)
-    (on_each_node,) = re.findall(r"^on_each_node='(.*?)^'", SBATCH.read_text(), re.MULTILINE | re.DOTALL)
-    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    environment |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": str(JOB), "SLURM_NODEID": "1"}
-    command = ["bash", "-c", on_each_node, "node", "127.0.0.1", str(tmp_path)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert ended.returncode == 1, ended.stderr
+    end(tmp_path, 1, keepstep, job_state, states)
     assert (tmp_path / "requeued").exists() is starts_over
+    assert not (tmp_path / "told").exists()
+
+
+@pytest.mark.parametrize(("keepstep", "tells"), [(ENDED, True), (REPORTED, False), (TOLD.format(signal="TERM"), False)])
+def test_the_first_agent_tells_the_others_if_it_fails_alone(keepstep: str, tells: bool, tmp_path: Path) -> None:
+    """They held the allocation for as long as they wait for a controller."""
+    end(tmp_path, 0, keepstep, "RUNNING\n", ("ALLOCATED",))
+    assert (tmp_path / "told").exists() is tells
+    assert not (tmp_path / "requeued").exists()
 
 
 def test_flags_are_those_of_keepstep() -> None:

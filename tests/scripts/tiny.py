@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import threading
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -11,6 +12,7 @@ import keepstep
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--step-s", type=float, default=0.0, help="how much longer each step takes")
 parser.add_argument("--kill-all-at", type=int, help="every rank kills itself in this step of generation 1")
 parser.add_argument("--kill-at", type=int, help="rank 0 kills itself in this step, whenever it comes")
 parser.add_argument("--meet-at", type=int, help="the ranks wait for each other in this step, before they compute")
@@ -42,6 +44,7 @@ for step in session.steps(arguments.steps):
             torch.distributed.barrier()
         data = torch.randn(4, 8, generator=torch.Generator().manual_seed(step.index * 100 + session.rank))
         model(data).pow(2).mean().backward()
+        threading.Event().wait(arguments.step_s)
         optimizer.step()
         if arguments.average_after_update:
             torch.distributed.all_reduce(torch.ones(1))
