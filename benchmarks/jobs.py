@@ -125,7 +125,7 @@ class RunningJob:
 
     def __exit__(self, *_error: object) -> None:
         """Ends the job and everything that it started."""
-        family = self._family()
+        family = self.family()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(psutil.TimeoutExpired):
@@ -134,9 +134,10 @@ class RunningJob:
 
     def kill(self) -> None:
         """Kills the job at once, when all of its output is complete."""
-        self._kill(self._family())
+        self._kill(self.family())
 
-    def _family(self) -> list[psutil.Process]:
+    def family(self) -> list[psutil.Process]:
+        """Returns the command's process, and all that it has started."""
         family = [self._process]
         with contextlib.suppress(psutil.NoSuchProcess):
             family += self._process.children(recursive=True)
@@ -173,19 +174,23 @@ class RunningJob:
                 raise self.failure(f"{what}: not within {deadline_s:g} s")
             time.sleep(POLL_S)
 
-    def wait(self, deadline_s: float) -> None:
-        """Waits until the job has succeeded.
+    def wait(self, deadline_s: float, exit_code: int = 0) -> None:
+        """Waits until the job has ended, with this exit code.
 
         Raises:
-            JobFailed: it has failed, or the deadline has passed.
+            JobFailed: it has another one, or the deadline has passed.
         """
         end_s = time.monotonic() + deadline_s
         while self._process.poll() is None:
             if time.monotonic() > end_s:
                 raise self.failure(f"the job did not end within {deadline_s:g} s")
             time.sleep(POLL_S)
-        if self._process.returncode:
+        if self._process.returncode != exit_code:
             raise self.failure(f"the job ended with exit code {self._process.returncode}")
+
+    def output(self) -> str:
+        """Returns what it has printed."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
 
     def failure(self, text: str) -> JobFailed:
         """Returns an error with the last lines of the job's output."""

@@ -7,6 +7,7 @@ A  pauses of one rank, some and all of them, shorter than the deadline, in jobs 
 B  pauses of one rank beyond its deadline: one recovery each
 C  a rank that hangs for good, on one node and on two (network namespaces, as in tests/network): the time to find it
 D  kills at random instants: the weights of a run without failures
+E  a signal to all processes: SIGSTOP for a while, and SIGTERM
 
 The pauses are drawn from ``--seed``. A job whose weights differ ends the benchmark with an error.
 
@@ -16,17 +17,21 @@ Prints the tables, and writes ``benchmarks/results/DATE-silence.md``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import checkout  # noqa: F401 - the layouts and machines are those of the tests
 import page
+import psutil
 from jobs import JobFailed, RunningJob
 from page import RESULTS, Section
 from rich.console import Console
@@ -39,20 +44,22 @@ from keepstep.protocol.deadlines import DEADLINES
 from keepstep.trust.tokens import Secret
 
 KEEPSTEP = [sys.executable, "-m", "keepstep.cli.main"]
-SILENT = Path(layouts.SCRIPT).with_name("silent.py")
+SILENT, DRAINED = (Path(layouts.SCRIPT).with_name(name) for name in ("silent.py", "drained.py"))
 LAYOUTS = ("DDP", "FSDP2", "HSDP 2 × 2")
 SHORTEST_S, LONGEST_S = 0.1, 45.0
 """Pauses under the default deadline of a minute. Under a shorter one they are shorter by the same factor."""
 SCALED_S = 3.0
 """``--hang-after`` of most jobs."""
 SPACING = 3
-QUICK = {"pauses": 2, "real_pauses": 0, "beyond": 1, "kills": 2, "asleep": 1.0, "hang_after": (1.0,)}
+WAIT_S = 120.0
+"""Limit for each wait of part E."""
+QUICK = {"pauses": 2, "real_pauses": 0, "beyond": 1, "kills": 2, "asleep": 1.0, "hang_after": (1.0,), "stopped": 1.0}
 
 
 def parse_arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("A", "B", "C", "D"), help="one part")
+    parser.add_argument("--only", choices=("A", "B", "C", "D", "E"), help="one part")
     parser.add_argument("--pauses", type=int, default=20, help="A: for each layout (default: %(default)s)")
     parser.add_argument("--real-pauses", type=int, default=10, help="A: not scaled (default: %(default)s)")
     parser.add_argument(
@@ -61,6 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--beyond", type=int, default=20, help="B: pauses (default: %(default)s)")
     parser.add_argument("--hang-after", type=float, nargs="+", default=(DEADLINES.hang_after_s, 1.0), help="C")
     parser.add_argument("--kills", type=int, default=500, help="D (default: %(default)s)")
+    parser.add_argument("--stopped", type=float, default=20.0, help="E: seconds (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--results", type=Path, help=f"where the page goes (default: {RESULTS.parent.name}/{RESULTS.name})"
@@ -197,6 +205,46 @@ def kills(args: argparse.Namespace, _folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def signals(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Part E."""
+    ranks, checkpoints, reports = folder / "ranks", folder / "checkpoints", [folder / f"{name}.json" for name in "ab"]
+    ranks.mkdir()
+    command = [*KEEPSTEP, "run", "--nproc-per-node", "2", "--report"]
+    with RunningJob([*command, str(reports[0]), str(SILENT), "stopped", "0", str(ranks)], folder) as job:
+        job.wait_until(lambda: len(list(ranks.glob("*-at-*"))) == 2, "both ranks are in the step", WAIT_S)
+        stopped = [psutil.Process(int(path.name.rpartition("-")[2])) for path in ranks.glob("*-at-*")]
+        signalled(stopped, signal.SIGSTOP)
+        (ranks / "go on").touch()
+        time.sleep(args.stopped)
+        at_s = signalled(stopped, signal.SIGCONT)
+        job.wait(WAIT_S)
+        name = f"SIGSTOP to all ranks, and {args.stopped:g} s later SIGCONT"
+        found = [{"name": name, "left": "goes on", "exit_code": 0, "took_s": time.monotonic() - at_s}]
+    told = [str(reports[1]), "--grace", "8", str(DRAINED), str(checkpoints), "loads", "100000"]
+    with RunningJob([*command, *told], folder) as job:
+        job.wait_until(lambda: all(f"rank {rank} trains" in job.output() for rank in range(2)), "both train", WAIT_S)
+        at_s = signalled(job.family(), signal.SIGTERM)
+        job.wait(WAIT_S, exit_code=1)
+        took_s = time.monotonic() - at_s
+        step = int(job.output().partition("drained at step ")[2].partition(",")[0])
+        if not (checkpoints / f"step_{step:010d}").exists():
+            raise job.failure("there is no checkpoint")
+        name = "SIGTERM to every process, with loaders' workers and --grace 8"
+        found.append({"name": name, "left": "the last step's checkpoint", "exit_code": 1, "took_s": took_s})
+    of_stop, of_term = (json.loads(path.read_text(encoding="utf-8"))["recoveries"] for path in reports)
+    if of_stop or any(each["failed_ranks"] for each in of_term):  # SIGTERM ends loaders' workers, which undoes a step
+        raise JobFailed(f"signals to all have cost recoveries: {of_stop}, {of_term}")
+    return found
+
+
+def signalled(processes: list[psutil.Process], number: signal.Signals) -> float:
+    """Sends a signal to processes. Returns the time, in seconds of the monotonic clock."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+    return time.monotonic()
+
+
 def sections(result: dict[str, Any]) -> list[Section]:
     """Returns the tables."""
     found = []
@@ -223,6 +271,10 @@ def sections(result: dict[str, Any]) -> list[Section]:
         ]
         columns = ("job on four ranks", "recoveries", "steps computed again", "exit code")
         found.append(Section("Kills at random instants", columns, rows, ["The same weights, bit for bit."]))
+    if result.get("signals"):
+        rows = [[row["name"], row["left"], f"{row['took_s']:.2f}", str(row["exit_code"])] for row in result["signals"]]
+        columns = ("job of two ranks", "", "ended after, s", "exit code")
+        found.append(Section("Signals", columns, rows, ["From the last signal."]))
     return found
 
 
@@ -238,7 +290,8 @@ def main() -> int:
     console = Console()
     folder = args.results or (None if args.quick else RESULTS)
     known = {**page.provenance("silence.py"), "settings": {"seed": args.seed}}
-    parts = (("A", "quiet", quiet), ("B", "beyond", beyond), ("C", "hangs", hangs), ("D", "kills", kills))
+    functions = {"A": quiet, "B": beyond, "C": hangs, "D": kills, "E": signals}
+    parts = [(letter, function.__name__, function) for letter, function in functions.items()]
     return page.carry_out(
         "silence", known, lambda: page.measure_parts(parts, args, console), sections, markdown, console, folder
     )

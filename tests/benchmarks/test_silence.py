@@ -15,3 +15,5 @@ def test_pauses_and_hangs(tmp_path: Path) -> None:
     assert rows[0][:2] == ["2 ranks on one node", "1 s"]
     _, *rows = table(page, "Kills at random instants")
     assert [row[1] for row in rows] == ["1", "1", "1"]
+    _, *rows = table(page, "Signals")
+    assert [row[1::2] for row in rows] == [["goes on", "0"], ["the last step's checkpoint", "1"]]
