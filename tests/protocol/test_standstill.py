@@ -158,6 +158,9 @@ def test_ranks_without_a_device_are_announced_at_once() -> None:
     )
     known = job.machine.standstill
     assert (known.text, known.published) == (said, [said])
+    job.now_s += 10.0
+    stands(job, node="a")
+    assert (known.text, known.published) == (said, [said]), "it waits for the same as before"
     job.offer("c", 1)
     job.settle()
     assert "ranks 2 and 3" in (known.text or "")
@@ -167,7 +170,8 @@ def test_ranks_without_a_device_are_announced_at_once() -> None:
     job.settle()
     assert job.where == (Stage.TRAINING, 2)
     assert (known.text, len(known.published)) == (None, 2)
-    assert job.machine.notices == ["node b lost: not heard of", "node b has joined again, with room for 2 workers"]
+    assert job.machine.node_news == ["node b lost: not heard of", "node b has joined again, with room for 2 workers"]
+    assert job.machine.notices == []
 
 
 def test_ranks_whose_processes_start_wait_for_no_node() -> None:

@@ -1,4 +1,4 @@
-"""Console output of a running job: a line for each recovery, quarantine and notice, and for waiting ranks."""
+"""Console output of a running job: recoveries, quarantines, notices, lost nodes, and ranks that wait."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def _news(job: RecoveryMachine, clock_s: Callable[[], float] = time.monotonic) -
     It skips the events before its first iteration: an earlier process of this controller has printed them.
     """
     num_told, held = len(job.records), set(job.quarantine.held)
-    num_notices, num_standstills = len(job.notices), len(job.standstill.published)
+    lists = (job.node_news, job.notices)
+    nums_printed, num_standstills = list(map(len, lists)), len(job.standstill.published)
     unprotected_s: float | None = None
     while True:
         if unprotected_s is None and _are_started(job):
@@ -61,9 +62,10 @@ def _news(job: RecoveryMachine, clock_s: Callable[[], float] = time.monotonic) -
         if unprotected_s is not None and clock_s() > unprotected_s and not job.progress.is_initialised:
             unprotected_s = math.inf
             yield NOT_PROTECTED
-        while num_notices < len(job.notices):
-            num_notices += 1
-            yield job.notices[num_notices - 1]
+        for index, sentences in enumerate(lists):
+            while nums_printed[index] < len(sentences):
+                nums_printed[index] += 1
+                yield sentences[nums_printed[index] - 1]
         while num_told < len(job.records) and _is_over(record := job.records[num_told]):
             num_told += 1
             if record.resume_step is not None:  # else all ranks were started again, and a notice has told it

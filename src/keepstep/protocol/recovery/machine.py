@@ -65,10 +65,12 @@ class RecoveryMachine:
         self.records = job.records
         """The recoveries, oldest first."""
         self.notices = job.notices
-        """Sentences for the user on what no recovery tells, oldest first."""
+        """Sentences for the user on what no recovery and no other event tells, oldest first."""
         self.digests: dict[int, str] = {}
         """rank -> digest of its protected state after the last step."""
         self.ended: msg.EndJob | None = None
+        self.node_news: list[str] = []
+        """A sentence for each node that was lost, has left, or has joined again, oldest first. Logs have the events."""
         self._gone_nodes: set[str] = set()
 
     @property
@@ -131,7 +133,7 @@ class RecoveryMachine:
             return []
         if node in self.roster.nodes:
             self._gone_nodes.add(node)
-            self.notices.append(why)
+            self.node_news.append(why)
             if is_fault:
                 self.quarantine.failed(Place(node), why, now_s)
         lost = self.roster.remove_node(node)
@@ -330,7 +332,7 @@ class RecoveryMachine:
                 self.roster.add_node(message)
                 if node in self._gone_nodes:
                     self._gone_nodes.remove(node)
-                    self.notices.append(f"node {node} has joined again, with room for {message.slots} workers")
+                    self.node_news.append(f"node {node} has joined again, with room for {message.slots} workers")
                 if self._job.told is not None:
                     self._job.orders.send(
                         message.node, msg.MembershipTold(self._job.told), "it joins a job that goes on"

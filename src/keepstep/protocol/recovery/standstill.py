@@ -41,11 +41,13 @@ class Standstill:
         """worker -> when the reason was last published for which it is not given up."""
         self._situation = ""
         """The last published sentence, without durations."""
+        self._announced = ""
+        """The last sentence of `announce`, until it is withdrawn."""
         self._told_s = float("-inf")
 
     def clear(self) -> None:
         """Forgets all reports, because a new generation begins."""
-        self.text, self.due_s, self._situation = None, None, ""
+        self.text, self.due_s, self._situation, self._announced = None, None, "", ""
         self._by_node.clear()
         self._finished_at.clear()
         self._kept_s.clear()
@@ -99,13 +101,16 @@ class Standstill:
             self.published.append(text)
 
     def announce(self, text: str) -> None:
-        """Publishes at once for what the job waits, if that is not the present sentence."""
-        if text != self.text:
-            self.text = text
+        """Makes it the present sentence for what the job waits, and publishes it if it is new."""
+        self.text = text
+        if text != self._announced:
+            self._announced = text
             self.published.append(text)
 
     def no_longer(self, text: str) -> None:
-        """Withdraws a sentence, if it is the present one."""
+        """Withdraws a sentence of `announce`."""
+        if text == self._announced:
+            self._announced = ""
         if text == self.text:
             self.text = None
 

@@ -41,6 +41,7 @@ _IGNORED = _KEPT | {
         "_situation",
         "published",
         "notices",
+        "node_news",
         "_gone_nodes",
         "_awaited_text",
         "_announced",

@@ -246,15 +246,19 @@ class Stopping(RecoveryStage):
             self._waits_for_help, self.deadline_s = True, now_s + self.job.deadlines.start_s
 
     def _announce(self, ranks: Collection[int], num_devices: int, now_s: float) -> None:
-        """Publishes that ranks wait for devices, if some are missing: nobody else can supply them."""
+        """Publishes that ranks wait for devices, if some are missing: only the job's operator can supply them."""
         if num_devices <= 0:
             self.job.standstill.no_longer(self._announced)
             return
         assert self.deadline_s is not None, "the wait has begun"
         places = "a free device" if num_devices == 1 else f"{num_devices} free devices"
-        self._announced = (
+        situation = (
             f"{self.job.record.detail}: no device is left for {who(ranks)}, and the job waits until nodes with "
-            f"{places} join. If they do not within {self.deadline_s - now_s:.0f} s, it ends, and what is left of its "
-            "state is saved"
+            f"{places} join. "
         )
+        if not self._announced.startswith(situation):  # the rest counts from the moment when it began
+            self._announced = (
+                f"{situation}If they do not within {self.deadline_s - now_s:.0f} s, it ends, and what is left of its "
+                "state is saved"
+            )
         self.job.standstill.announce(self._announced)
