@@ -87,7 +87,7 @@ def program(name: str) -> str | None:
 
 
 def free_port() -> int:
-    """Returns a port at which nobody listens at the moment."""
+    """Returns a port on which no process listens at the moment."""
     return int(free_endpoint().rpartition(":")[2])
 
 
@@ -105,7 +105,7 @@ class Slurm:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Slurm]:
-        """With all nodes at hand. Whatever is left at the end, of the daemons and of jobs, is killed."""
+        """Yields it with all nodes idle. Kills the daemons and the processes of jobs that are left at the end."""
         try:
             self._start_munge()
             self._configure()
@@ -163,7 +163,7 @@ class Slurm:
         self._nodes[node] = self._start("slurmd", "-D", "-N", node, "-d", program("slurmstepd") or "")
 
     def power_off(self, node: str) -> None:
-        """Ends all that runs on a node from one moment to the next: nobody there learns of it, or tells others."""
+        """Kills all processes of a node at once, so that none of them can report the loss of another one."""
         tasks = self._processes(f"SLURMD_NODENAME={node}")
         parents = {parent for task in tasks if (parent := task.parent()) is not None}
         steps = [parent for parent in parents if parent.name() == "slurmstepd"]

@@ -69,9 +69,8 @@ def has_lost_child(error: BaseException) -> bool:
                 return True
             cause = cause.__cause__ or cause.__context__
     children = tuple(getattr(multiprocessing.process, "_children", ()))
-    if isinstance(
-        error, OSError | EOFError
-    ):  # the kernel closes the connections of a process before it reports its end
+    if isinstance(error, OSError | EOFError):
+        # The kernel closes the connections of a process before it reports its end.
         ending = multiprocessing.connection.wait([each.sentinel for each in children], ENDING_S)
         for each in children:
             if each.sentinel in ending:

@@ -26,23 +26,12 @@ class Found(NamedTuple):
     when: str
     advice: str
 
-    def in_step(self, step: int) -> Found:
-        """Returns it with the step in which the difference was found."""
-        return self._replace(when=self.when.format(step=step))
-
 
 AT_START = Found(
     "before the first step",
     "a lost rank gets its state from a rank that holds the same: build the same model on every rank (wrap it in "
     "DistributedDataParallel, seed alike) and load the same checkpoint everywhere. Ranks whose parts differ under "
     'equal names, as experts do, say so: protect(shard="...") with another text for each part',
-)
-LATER = Found(
-    "in step {step}",
-    "a lost rank gets its state from a rank that holds the same: average gradients over all ranks "
-    "(DistributedDataParallel), and what a forward changes as well (broadcast_buffers=True, SyncBatchNorm). An "
-    'optimizer that gives each rank a part of its state needs protect(shard=f"rank {session.rank}"), and values of '
-    "each rank's own session.state(per_rank=True) or protect(per_rank=...)",
 )
 RESTORED = Found(
     "after it was restored",
@@ -55,6 +44,17 @@ NOT_RESTORED = (
     "state_dict() gives must be what it gives after load_state_dict()"
 )
 """The end of an error message about a value."""
+
+
+def later(step: int) -> Found:
+    """Returns what to say of a difference that was found in a step."""
+    return Found(
+        f"in step {step}",
+        "a lost rank gets its state from a rank that holds the same: average gradients over all ranks "
+        "(DistributedDataParallel), and what a forward changes as well (broadcast_buffers=True, SyncBatchNorm). An "
+        'optimizer that gives each rank a part of its state needs protect(shard=f"rank {session.rank}"), and values '
+        "of each rank's own session.state(per_rank=True) or protect(per_rank=...)",
+    )
 
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

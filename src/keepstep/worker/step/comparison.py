@@ -22,7 +22,7 @@ from keepstep.protocol.comparison import Said, Verdict, compares, follows_recove
 from keepstep.weights.memory.blocks import local_of
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.groups.store import LinkStore
-from keepstep.worker.state.layout import LATER, RESTORED, Start, check_same_start, content_digest, gathered, start_of
+from keepstep.worker.state.layout import RESTORED, Start, check_same_start, content_digest, gathered, later, start_of
 from keepstep.worker.state.protected import ProtectedState
 
 _STORE_TIMEOUT = timedelta(seconds=300)
@@ -191,7 +191,7 @@ class Comparison:
             return None
         theirs = msgspec.msgpack.decode(store.get(str(first)), type=Start)
         try:
-            check_same_start(own, theirs, rank, first, RESTORED if rank in verdict.refused else LATER.in_step(step))
+            check_same_start(own, theirs, rank, first, RESTORED if rank in verdict.refused else later(step))
         except StateMismatch as error:
             return error
         return None
