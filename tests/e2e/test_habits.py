@@ -30,6 +30,7 @@ def test_a_replacement_has_the_environment_of_the_lost_rank_and_begins_nothing_a
         assert found[rank]["has_port"]
         assert found[rank]["is_main_at_start"] == (rank == 0)
         assert found[rank]["at_start"] == (None if rank == 1 else str(rank))  # a spare has no rank's number
+    assert len({each[name] for each in found.values() for name in ("run", "run_again")}) == 1
     log = (tmp_path / "log.txt").read_text().splitlines()
     assert log[0] == "begun"
     assert set(log[1:]) == {f"step {step}" for step in range(8)}

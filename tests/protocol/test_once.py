@@ -13,7 +13,7 @@ def training() -> SimulatedJob:
 
 def ask(job: SimulatedJob, worker: int, operation: str, request: int = 0, name: str = "log") -> dict[int, bool]:
     """A worker says something; returns who is answered by it, and what."""
-    effects = job.say(OnceRequested(worker, request, operation, name))
+    effects = job.say(OnceRequested(worker, request, operation, name, b""))
     answers = [effect.order for effect in effects]
     return {order.worker: order.is_mine for order in answers if isinstance(order, OnceAnswered)}
 
@@ -68,3 +68,31 @@ def test_the_next_one_begins_when_the_process_of_the_first_is_gone() -> None:
     granted = [order for order in job.orders(OnceAnswered) if isinstance(order, OnceAnswered) and order.is_mine]
     assert [order.worker for order in granted] == [1, 2]
     assert ask(job, 2, "done") == {0: False}
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+def propose(job: SimulatedJob, worker: int, value: bytes, name: str = "folder") -> tuple[bool, bytes]:
+    """A worker proposes a value; returns what it is answered."""
+    (answer,) = (effect.order for effect in job.say(OnceRequested(worker, 0, "agree", name, value)))
+    assert isinstance(answer, OnceAnswered)
+    return answer.is_mine, answer.value
+
+
+def test_the_first_proposal_is_the_answer_to_all() -> None:
+    job = training()
+    assert propose(job, 3, b"") == (True, b"")
+    assert propose(job, 0, b"a") == (False, b"")
+    assert propose(job, 0, b"a", name="other") == (True, b"a")
+    assert ask(job, 0, "claim", name="folder") == {0: True}
+
+
+def test_what_is_agreed_outlives_all_ranks_and_the_controller() -> None:
+    job = SimulatedJob(world_size=2, num_spares=0, checkpoint_every=2).bring_all(4, Phase.BACKWARD)
+    assert propose(job, 1, b"first") == (True, b"first")
+    for rank in range(2):
+        job.kill(job.holder(rank))
+    job.settle()
+    job.restart_controller()
+    assert propose(job, job.holder(0).number, b"later") == (False, b"first")

@@ -21,6 +21,7 @@ with session.once("data") as mine:
     if mine:
         with Path("data.txt").open("a") as file:
             file.write("fetched\n")
+own_id = session.agree("run", os.getpid())
 is_main_at_start = session.is_main
 at_start = os.environ.get("LOCAL_RANK")
 model = DistributedDataParallel(torch.nn.Linear(4, 1).to(session.device))
@@ -39,6 +40,6 @@ for step in session.steps(8):
         optimizer.zero_grad()
 found = {name: os.environ[name] for name in NAMES}
 found |= {"session": [session.rank, session.local_rank, str(session.device)], "at_start": at_start}
-found |= {"is_main_at_start": is_main_at_start}
+found |= {"is_main_at_start": is_main_at_start, "run": own_id, "run_again": session.agree("run", 0)}
 found |= {"has_port": 0 < int(os.environ["MASTER_PORT"]) < 65536}
 print(json.dumps(found), flush=True)

@@ -218,6 +218,17 @@ def what_one_holds_another_may_begin(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Claims, "_give_on", give_on)
 
 
+def the_last_proposal_is_the_answer(patch: pytest.MonkeyPatch) -> None:
+    right = Claims.requested
+
+    def requested(self: Claims, request: msg.OnceRequested) -> None:
+        if request.operation == "agree":
+            self._agreed.pop(request.name, None)
+        right(self, request)
+
+    patch.setattr(Claims, "requested", requested)
+
+
 # ---- The record of the start-up -------------------------------------------------------------------------------------
 
 
@@ -1198,6 +1209,7 @@ MUTANTS: dict[Plant, Check] = {
     a_spare_is_given_twice: Check.RAISED,
     a_claim_ends_with_its_process: Check.ONCE,
     what_one_holds_another_may_begin: Check.ONCE,
+    the_last_proposal_is_the_answer: Check.ONCE,
     what_was_exchanged_is_never_dropped: Check.START_UP,
     only_the_record_of_a_complete_start_up_is_dropped: Check.START_UP,
     a_former_controllers_record_counts_though_its_start_up_was_interrupted: Check.START_UP,

@@ -1,12 +1,14 @@
-"""`Session.once` in one process, with a controller that only writes down what it is asked."""
+"""`Session.once` and `agree` in one process, with a controller that only writes down what it is asked."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
-from keepstep.errors import UsageError
-from keepstep.worker.once import Once
+from keepstep.errors import ConfigurationError, UsageError
+from keepstep.worker.once import Once, agreed
 
 
 class Asked:
@@ -17,9 +19,9 @@ class Asked:
         self.operations: list[str] = []
         self.known: dict[str, bool] = {}
 
-    def __call__(self, operation: str, name: str) -> bool:
+    def __call__(self, operation: str, name: str, value: bytes = b"") -> tuple[bool, bytes]:
         self.operations.append(operation)
-        return self.grants
+        return self.grants, value
 
     def once(self, name: str = "x") -> Once:
         return Once(name, self, self.known)
@@ -88,3 +90,47 @@ with session.once("b") as mine:
 def test_alone_it_is_always_the_first() -> None:
     run = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.splitlines() == ["True True False", "True", "True", "True"]
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, 7, "runs/ü", b"\0", [1, ("a", 2.5)], {"seed": 1 << 70, 3: {4}}])
+def test_a_value_comes_back_as_it_was_proposed(value: object) -> None:
+    assert agreed("x", value, Asked(grants=True)) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("", 1, UsageError, "1 to 200 characters"),
+        ("folder", "x" * (1 << 16), ConfigurationError, "and at most 65536 are allowed"),
+        ("folder", [torch.ones(2)], ConfigurationError, "tolist()"),
+        ("folder", Path("runs"), ConfigurationError, r"agree\('folder'\)"),
+    ],
+)
+def test_what_cannot_be_agreed_on_is_refused(name: str, value: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        agreed(name, value, Asked(grants=True))
+
+
+AGREES = """
+import torch, keepstep
+session = keepstep.init()
+print(session.agree("x", "first"), session.agree("x", "second"))
+model = torch.nn.Linear(1, 1)
+session.protect(model=model)
+for step in session.steps(1):
+    print(session.agree("y", 1))
+    with step:
+        try:
+            session.agree("x", "third")
+        except keepstep.UsageError as error:
+            print(error)
+"""
+
+
+def test_alone_the_first_value_counts_and_no_step_asks() -> None:
+    run = subprocess.run([sys.executable, "-c", AGREES], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.splitlines()[:2] == ["first first", "1"]
+    assert run.stdout.splitlines()[2].startswith("step 0: agree('x') inside of a step")

@@ -32,6 +32,7 @@ class LinkAlone(Link):
         self._on_order: Callable[[WorkerOrder], None] | None = None
         self._keys: dict[str, bytes] = {}
         self._once: set[str] = set()
+        self._agreed: dict[str, bytes] = {}
 
     def listen(self, on_order: Callable[[WorkerOrder], None]) -> None:
         """Sets the function that receives the orders."""
@@ -70,14 +71,18 @@ class LinkAlone(Link):
         """Same as `request`, without a result."""
         self.request(generation, operation, keys, value, 0.0)
 
-    def ask_once(self, operation: str, name: str, timeout_s: float) -> bool:
-        """Returns True for the first claim or hold of a name, and again after the process has given the name up."""
+    def ask_once(self, operation: str, name: str, timeout_s: float, value: bytes = b"") -> tuple[bool, bytes]:
+        """Grants the first claim or hold of a name, and another one after the process has given the name up. Returns
+        the first value that was proposed under a name."""
+        if operation == "agree":
+            is_mine = name not in self._agreed
+            return is_mine, self._agreed.setdefault(name, value)
         is_mine = operation in ("claim", "hold") and name not in self._once
         if is_mine:
             self._once.add(name)
         elif operation == "give_up":
             self._once.discard(name)
-        return is_mine
+        return is_mine, b""
 
     def fail_requests(self) -> None:
         """Does nothing: no request waits."""

@@ -335,11 +335,11 @@ class Coordination:
             self._was_spare = False
             adopt_rank(mine.rank, mine.local_rank, mine.local_world_size)
 
-    def ask_once(self, operation: str, name: str) -> bool:
-        """Sends a request of `Session.once`. The agent does not take the wait for another process for a hang."""
+    def ask_once(self, operation: str, name: str, value: bytes = b"") -> tuple[bool, bytes]:
+        """See `Link.ask_once`. The agent does not take the wait for another process for a hang."""
         self.page.set_waiting(True)
         try:
-            return self.link.ask_once(operation, name, ORDER_DEADLINE_S)
+            return self.link.ask_once(operation, name, ORDER_DEADLINE_S, value)
         finally:
             self.page.set_waiting(False)
 

@@ -51,7 +51,7 @@ class Link:
         self._requests: dict[int, Future[tuple[bytes, ...] | None]] = {}
         self._store_requests: dict[int, Future[StoreAnswered | None]] = {}
         """Requests to the job's default store, which outlives generations."""
-        self._claims: dict[int, Future[bool]] = {}
+        self._claims: dict[int, Future[tuple[bool, bytes]]] = {}
         self._numbers = itertools.count()
 
     def listen(self, on_order: Callable[[WorkerOrder], None]) -> None:
@@ -121,25 +121,29 @@ class Link:
         if is_unanswered:
             self.send(StoreRequested(self.worker, 0, next(self._numbers), "job_cancel", (), str(number).encode()))
 
-    def ask_once(self, operation: str, name: str, timeout_s: float) -> bool:
-        """Sends a request of `Session.once` to the controller. Returns whether this process performs the action.
+    def ask_once(self, operation: str, name: str, timeout_s: float, value: bytes = b"") -> tuple[bool, bytes]:
+        """Sends a request of `Session.once` or `Session.agree` to the controller.
 
         Args:
-            operation: claim or hold, which the controller answers; done or give_up, which it does not.
-            name: name of the action.
+            operation: claim, hold or agree, which the controller answers; done or give_up, which it does not.
+            name: name of the action, or of the value.
             timeout_s: seconds to wait for the answer.
+            value: what this process proposes in agree.
+
+        Returns:
+            whether this process performs the action, or its proposal was the first; and the agreed value.
 
         Raises:
             PeerLost: no answer came in time.
         """
         number = next(self._numbers)
-        future: Future[bool] = Future()
+        future: Future[tuple[bool, bytes]] = Future()
         self._claims[number] = future
-        self.send(OnceRequested(self.worker, number, operation, text(name)))
+        self.send(OnceRequested(self.worker, number, operation, text(name), value))
         try:
-            return operation in ("claim", "hold") and future.result(timeout_s)
+            return (False, b"") if operation in ("done", "give_up") else future.result(timeout_s)
         except TimeoutError:
-            raise PeerLost(f"once({name!r}): no answer from the controller within {timeout_s:g} s") from None
+            raise PeerLost(f"{operation} of {name!r}: no answer from the controller within {timeout_s:g} s") from None
         finally:
             self._claims.pop(number, None)
 
@@ -174,7 +178,7 @@ class Link:
                     continue
                 if isinstance(message, OnceAnswered):
                     if (claim := self._claims.get(message.request)) is not None:
-                        claim.set_result(message.is_mine)
+                        claim.set_result((message.is_mine, message.value))
                     continue
                 assert self._on_order is not None
                 self._on_order(message)  # type: ignore[arg-type]  # the agent sends orders only

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -45,7 +45,7 @@ from keepstep.worker.link import Link
 from keepstep.worker.loop.late_rank import have_samplers_wait
 from keepstep.worker.loop.loops import Loops
 from keepstep.worker.loop.wrapped import unwrapped
-from keepstep.worker.once import Once
+from keepstep.worker.once import Once, agreed
 from keepstep.worker.parallel.choose import layout_of
 from keepstep.worker.parallel.peers import data_ranks, first_tensor_peer, ranks_of_mesh
 from keepstep.worker.parking import take_parked
@@ -69,6 +69,7 @@ from keepstep.worker.values.declared import DeclaredState
 if TYPE_CHECKING:  # its import takes long
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
 _STORE_TIMEOUT = timedelta(seconds=300)
 _session: Session | None = None
 
@@ -312,6 +313,33 @@ class Session(Loops):
             PeerLost: the controller did not answer within an hour.
         """
         return Once(name, self._coordination.ask_once, self._known_once)
+
+    def agree(self, name: str, value: T) -> T:
+        """Returns the same value in every process of the job: what the first call with this name has proposed.
+
+        For what each process would compute for itself: a folder that is named by the date, the id of a run, a seed. No
+        process waits for another one. A replacement, and all ranks of a job that starts over or whose controller was
+        restarted, get the same value, too.
+
+        Example: ``folder = session.agree("folder", f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}")``
+
+        Args:
+            name: name of the value, from 1 to 200 characters.
+            value: what this process proposes: numbers, strings, bytes, None, and lists, tuples, sets and dicts of them,
+                of at most 64 KiB.
+
+        Raises:
+            ConfigurationError: the value is too large, or cannot be sent to another process.
+            UsageError: inside a step, or the name is too long or empty.
+            PeerLost: the controller did not answer within an hour.
+        """
+        if self._coordination.phase not in (Phase.STARTING, Phase.UPDATED):
+            raise UsageError(
+                f"step {self._coordination.machine.steps.step}: agree({name!r}) inside of a step would have it wait "
+                "for the controller: call it before the steps, or between two of them"
+            )
+        result: T = agreed(name, value, self._coordination.ask_once)
+        return result
 
     @property
     def generation(self) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from keepstep.protocol.messages.base import (
+    MAX_AGREED_BYTES,
     MAX_LISTED,
     MAX_NAME,
     Cause,
@@ -95,6 +96,7 @@ from keepstep.protocol.messages.reports import (
 
 __all__ = [
     "AT_ONCE",
+    "MAX_AGREED_BYTES",
     "MAX_LISTED",
     "MAX_NAME",
     "MAX_STORE_VALUE_BYTES",

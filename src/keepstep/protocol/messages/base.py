@@ -20,6 +20,8 @@ MAX_TEXT = 4096
 """Limit of another text in a report, in characters. No path on Linux is longer, and `text` cuts errors to fewer."""
 MAX_TRACEBACK = 16_000
 """Limit of a traceback in a report, in characters."""
+MAX_AGREED_BYTES = 1 << 16
+"""Limit of a value on which the processes of a job agree. The journal contains it."""
 MAX_DEVICES = 1024
 """Most devices in a list of a node's devices."""
 MAX_LISTED = 1 << 16
@@ -28,6 +30,7 @@ MAX_LISTED = 1 << 16
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Traceback = Annotated[str, msgspec.Meta(max_length=MAX_TRACEBACK)]
+AgreedValue = Annotated[bytes, msgspec.Meta(max_length=MAX_AGREED_BYTES)]
 Devices: TypeAlias = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DEVICES)]
 Numbers: TypeAlias = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LISTED)]
 """Workers, ranks or steps. The journal records reports, so the receiver refuses longer texts and lists."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from keepstep.protocol.messages.base import FirstPhases, Message, Seconds
+from keepstep.protocol.messages.base import AgreedValue, FirstPhases, Message, Seconds
 from keepstep.protocol.messages.membership import Membership, MembershipChange
 
 
@@ -193,11 +193,13 @@ class StoreAnswered(Message, frozen=True):
 
 
 class OnceAnswered(Message, frozen=True):
-    """The answer to a claim or a hold in `OnceRequested`: whether this worker has got it."""
+    """The answer to a claim or a hold in `OnceRequested`: whether this worker has got it. The answer to agree: whether
+    its proposal was the first one, and the ``value`` of that."""
 
     worker: int
     request: int
     is_mine: bool
+    value: AgreedValue
 
 
 class ClockTold(Message, frozen=True):

@@ -9,6 +9,7 @@ import msgspec
 
 from keepstep.protocol.messages.base import (
     MAX_LISTED,
+    AgreedValue,
     Cause,
     Devices,
     FirstPhases,
@@ -202,15 +203,17 @@ class StoreRequested(Message, frozen=True):
 
 
 class OnceRequested(Message, frozen=True):
-    """A request about an action that happens once in the job's life; see `keepstep.protocol.recovery.scripts.once`.
+    """A request about what happens once in the job's life; see `keepstep.protocol.recovery.scripts.once`.
 
-    ``operation`` is claim, hold, done or give_up. A worker that got a hold ends it with done or give_up.
+    ``operation`` is claim, hold, done, give_up or agree. A worker that got a hold ends it with done or give_up.
+    ``value`` is what a worker proposes in agree; else it is empty.
     """
 
     worker: int
     request: int
     operation: Name
     name: Text
+    value: AgreedValue
 
 
 # ---- agent -> controller: reports ---------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Check(enum.StrEnum):
     SNAPSHOT = "a snapshot that is not whole, or not there"
     MEMBERSHIP = "a membership that is not the job's"
     LOCAL_RANKS = "local ranks doubled or out of range"
-    ONCE = "done twice, or by two at a time"
+    ONCE = "done twice, by two at a time, or not the same for all"
     START_UP = "another start-up's or rank's value, or too early"
     GROUPS = "a group that stays and may not, or only for some"
     DRAIN = "drained wrongly, or not at all"

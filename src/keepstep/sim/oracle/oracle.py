@@ -116,6 +116,7 @@ class Oracle:
         self._in_doubt: list[SimulatedProcess] = []
         """Processes that hold copies in doubt, and are to save them because nothing else is left."""
         self._log_of: int | None = None
+        self._folder: bytes | None = None
         """The process that has opened the job's log."""
         self._fetching: SimulatedProcess | None = None
 
@@ -228,6 +229,12 @@ class Oracle:
         """Records that the holder has completed the action. The controller may still not get the report."""
         if self._fetching is worker:
             self._fetching = None
+
+    def agrees(self, worker: SimulatedProcess, folder: bytes) -> None:
+        """Checks that the answer to this process's proposal is that of every process before it."""
+        if self._folder not in (None, folder):
+            raise ViolationError(Check.ONCE, f"{worker} is told {folder!r}, and another {self._folder!r}")
+        self._folder = folder
 
     def harmed(self, worker: SimulatedProcess) -> None:
         """Records that a missing value has got into the copy of a process, which is partially updated now.

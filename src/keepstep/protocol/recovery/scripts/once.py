@@ -1,7 +1,8 @@
-"""Once-per-job actions: the claims of workers.
+"""What happens once per job: the claims of workers, and values on which they agree.
 
 A *claim* is granted once, independent of the worker's fate: at most once. A *hold* is granted to one worker at a time;
-if the holder's process is gone before it reports that it is done, it passes to the next waiting worker.
+if the holder's process is gone before it reports that it is done, it passes to the next waiting worker. To *agree*,
+each worker proposes a value, and the first one is the answer to all.
 """
 
 from __future__ import annotations
@@ -24,22 +25,27 @@ class _Claim:
 
 
 class Claims:
-    """All claims and holds of a job. They follow from the events in the journal, so a restart keeps them."""
+    """All claims, holds and agreed values. They follow from the events in the journal, so a restart keeps them."""
 
     def __init__(self, roster: Roster, orders: Orders) -> None:
         self._roster = roster
         self._orders = orders
         self._claims: dict[str, _Claim] = {}
+        self._agreed: dict[str, bytes] = {}
         self._open: set[str] = set()
         """Names of holds that a worker has, and has not reported as done."""
 
     def requested(self, request: OnceRequested) -> None:
-        """Processes a live worker's claim or hold, or its report on a hold."""
+        """Processes a live worker's claim, hold or proposal, or its report on a hold."""
         claim = self._claims.get(request.name)
         match request.operation:
             case "claim":
                 self._claims.setdefault(request.name, _Claim(request.worker, is_done=True))
                 self._answer(request.worker, request.request, request.name, is_mine=claim is None)
+            case "agree":
+                is_first = request.name not in self._agreed
+                value = self._agreed.setdefault(request.name, request.value)
+                self._answer(request.worker, request.request, request.name, is_mine=is_first, value=value)
             case "hold" if claim is not None and claim.is_done:
                 self._answer(request.worker, request.request, request.name, is_mine=False)
             case "hold":
@@ -80,8 +86,8 @@ class Claims:
         if claim.holder is None:
             self._open.discard(name)
 
-    def _answer(self, worker: int, request: int, name: str, *, is_mine: bool) -> None:
+    def _answer(self, worker: int, request: int, name: str, *, is_mine: bool, value: bytes = b"") -> None:
         asked = self._roster.workers[worker]
         if not asked.lost:
             reason = f"once {name!r}: {'it is the first' if is_mine else 'another one has it, or had'}"
-            self._orders.send(asked.node, OnceAnswered(worker, request, is_mine), reason)
+            self._orders.send(asked.node, OnceAnswered(worker, request, is_mine, value), reason)
