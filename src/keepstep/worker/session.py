@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -55,7 +55,7 @@ from keepstep.worker.publication import StepPublication, Voice
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.checkpoint import Checkpoints
 from keepstep.worker.state.forgotten import forgotten
-from keepstep.worker.state.layout import compare_replicas
+from keepstep.worker.state.layout import check_first_step, compare_replicas
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rng import seed_generators, seed_start_up, seed_step
 from keepstep.worker.step.attempt import Attempt
@@ -122,6 +122,8 @@ class Session(Loops):
         self._state: ProtectedState | None = None
         self._recovery: Recovery | None = None
         self._known_once: dict[str, bool] = {}
+        self._resumes_at: int | None = None
+        """What `resume` has given."""
         self._exchange: StartUpExchange | None = None
         self._coordination = self._connect(timeout)
         self._draws_as: int | None = None
@@ -507,6 +509,41 @@ class Session(Loops):
         voice = Voice(link.worker, link.send)
         self._recovery.publish(StepPublication(Path(folder), weights, every, deadline_s, at_start, voice))
 
+    def resume(self, load: Callable[[], int | None]) -> int:
+        """Has the script load its own newest checkpoint where it starts, and returns the step with which it begins.
+
+        It replaces "if there is a checkpoint, load it" at the start of a script. ``load`` is called on all ranks that
+        start together, and not in a replacement: its state comes from the other ranks, and the newest file is another
+        one by then. There the answer is that of the job's ranks. If all ranks are lost, fresh ones call ``load`` again,
+        so such a job goes on as if it had keepstep's checkpoints; the newer of both counts. `steps`, `batches` and
+        `epochs` begin at that step. Call it before them, on every rank; ``load`` may communicate.
+
+        Args:
+            load: loads the newest checkpoint, if there is one, and returns the number of steps that it has completed:
+                ``step.index + 1`` where it was saved. 0 or None: there is none.
+
+        Raises:
+            UsageError: after the first step, ``load`` has returned something else or created a process group, or the
+                job's ranks have not called this.
+            PeerLost: in a replacement, the job's ranks have not come to their first step within an hour.
+        """
+        if self._coordination.phase is not Phase.STARTING:
+            raise UsageError("resume() after the first step: call it before the loop")
+        if self._resumes_at is not None:
+            return self._resumes_at
+        if self.is_late and self._exchange is not None:
+            self._resumes_at = self._exchange.first_step()
+            return self._resumes_at
+        with contextlib.nullcontext() if self._exchange is None else self._exchange.outside():
+            completed = load()
+        if completed is not None and (type(completed) is not int or completed < 0):
+            raise UsageError(
+                f"load() of session.resume() has returned {completed!r:.80}, and not the number of steps that the "
+                "checkpoint has completed (0 or None if there is none)"
+            )
+        self._resumes_at = completed or 0
+        return self._resumes_at
+
     # ---- for the loops ----------------------------------------------------------------------------------------------
 
     def begin(self, start: int = 0) -> StepController:
@@ -526,11 +563,21 @@ class Session(Loops):
             assert self._state is not None
             self._state.check()  # the script may have changed its modules since protect()
             self._tell_of_forgotten()
+            start = self._first_step(start)
             self._check_replicas(start)
             if self._exchange is not None:
-                self._exchange.end()
-            controller.stand_ready(start)
+                self._exchange.end(self._resumes_at)
+            controller.stand_ready(start, resumes=self._resumes_at is not None)
         return controller
+
+    def _first_step(self, start: int) -> int:
+        if self._resumes_at is None:
+            return start
+        if start not in (0, self._resumes_at):
+            raise UsageError(
+                f"the loop begins at start={start}, and session.resume() has given {self._resumes_at}: leave start out"
+            )
+        return self._resumes_at
 
     def _has_fewer_steps(self, num_steps: int) -> int | None:
         reached = self._coordination.machine.steps.parameters_at
@@ -567,6 +614,8 @@ class Session(Loops):
         assert self._recovery is not None
         store = LinkStore(self._coordination.link, machine.generation, "start", _STORE_TIMEOUT)
         try:
+            if self._resumes_at is not None:
+                check_first_step(self._resumes_at, machine.rank, store)
             compare_replicas(self._state, start, machine.rank, store)
             self._recovery.start_together(machine.rank, self.world_size, store)
         except PeerLost:

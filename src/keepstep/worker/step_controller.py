@@ -105,11 +105,12 @@ class StepController:
 
     # ---- from step to step ------------------------------------------------------------------------------------------
 
-    def stand_ready(self, start: int) -> None:
+    def stand_ready(self, start: int, *, resumes: bool = False) -> None:
         """Reports that the script has reached its first step; a spare warms up first. Call it once, before `next_step`.
 
         Args:
             start: the first step, if the script has loaded a checkpoint of its own.
+            resumes: fresh ranks load the script's newest checkpoint by themselves, which counts as one of keepstep's.
         """
         machine = self._coordination.machine
         if machine.rank is None:
@@ -121,7 +122,7 @@ class StepController:
         machine.built(
             self._state.shard(),
             self._recovery.snapshots(),
-            self._recovery.checkpointing,
+            self._recovery.checkpointing or resumes,
             self._coordination.longest_timeout_s,
             start,
         )

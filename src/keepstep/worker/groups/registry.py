@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world as torch_world
 
-from keepstep.errors import InternalError, PeerLost, RemoteProtocolError
+from keepstep.errors import InternalError, PeerLost, RemoteProtocolError, UsageError
 from keepstep.protocol.kept_groups import GroupClaim, why_rebuilt
 from keepstep.worker.backends.by_device import CPU, backends_of
 from keepstep.worker.backends.communicator import LOOPBACK
@@ -112,6 +113,27 @@ class GroupRegistry:
     def begin_start_up(self, start_up: StartUpOperations) -> None:
         """Passes the operations of this process's groups through ``start_up``, until `end_start_up`."""
         self._start_up = start_up
+
+    @contextmanager
+    def outside_start_up(self) -> Iterator[None]:
+        """A context in which operations are neither recorded nor replayed, because a replacement does not run it.
+
+        Raises:
+            UsageError: a group was created inside, which a replacement would not have.
+        """
+        start_up, num_groups = self._start_up, len(self._groups)
+        self.end_start_up()
+        try:
+            yield
+        finally:
+            self._start_up = start_up
+            for group, _members in self._groups:
+                group.start_up = start_up
+        if len(self._groups) > num_groups:
+            raise UsageError(
+                "load() of session.resume() has created a process group, which a replacement would lack, because it "
+                "does not call load(): create the group before"
+            )
 
     def end_start_up(self) -> None:
         """Ends the recording or the replay, at the first step."""

@@ -27,6 +27,7 @@ from keepstep.protocol.waiting.operations import Operation
 from keepstep.weights.memory.bytes_of import host_bytes
 from keepstep.worker.backends.communicator import Outputs
 from keepstep.worker.groups import objects
+from keepstep.worker.values.missing import line_of_script
 
 EQUAL_ON_ALL = frozenset({Operation.ALL_REDUCE, Operation.BROADCAST, Operation.ALL_GATHER})
 """Operations whose result is the same on every member."""
@@ -266,7 +267,10 @@ class OperationReplayer:
         if result is None or result.shapes != _shapes(tensors):
             why = "it is too large, or more than they did" if result is None else "they had another size"
             objects.refuse_unpickling(
-                group, f"a replacement does not get what the ranks exchanged when they started ({why}); {WHAT_TO_DO}"
+                group,
+                f"a replacement does not get what the ranks exchanged when they started ({why}), at "
+                f"{line_of_script()}: load a checkpoint in session.resume(load), which a replacement does not call; "
+                f"for anything else, {WHAT_TO_DO}",
             )
             return False
         _fill(tensors, result.data)

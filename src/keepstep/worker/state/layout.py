@@ -242,6 +242,22 @@ def compare_replicas(state: ProtectedState, first_step: int, rank: int, store: L
         check_same_start(own, first, rank, int(store.get(f"{prefix}rank")))
 
 
+def check_first_step(own: int, rank: int, store: LinkStore) -> None:
+    """Compares the step with which the script of this rank begins with that of rank 0.
+
+    Raises:
+        StateMismatch: they differ.
+        PeerLost: the generation ended meanwhile.
+    """
+    if rank == 0:
+        store.set("first step", str(own))
+    elif (first := int(store.get("first step"))) != own:
+        raise StateMismatch(
+            f"resume(): load() has returned {own} on rank {rank} and {first} on rank 0: have all ranks load the same "
+            "checkpoint, for example the one that rank 0 has found, by broadcast_object_list() in load()"
+        )
+
+
 def check_same_start(own: Start, theirs: Start, rank: int, first: int = 0, found: Found = AT_START) -> None:
     """Compares the initial states of rank ``rank`` and rank ``first``, or their states at a later step.
 
