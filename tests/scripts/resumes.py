@@ -20,7 +20,7 @@ parser.add_argument("--sharded", action="store_true")
 parser.add_argument("--by-itself", action="store_true", help="load without session.resume()")
 parser.add_argument("--kill-all-at", type=int, help="every rank kills itself in this step, when it comes first")
 parser.add_argument("--kill-at", type=int, help="rank 1 kills itself in this step, when it comes first")
-parser.add_argument("--apart", action="store_true", help="rank 1 has found nothing")
+parser.add_argument("--apart", action="store_true", help="rank 1 says that it has found nothing")
 parser.add_argument("--new-group", action="store_true", help="load() creates a process group")
 parser.add_argument("--start", type=int, help="what the loop is told beside")
 arguments = parser.parse_args()
@@ -41,12 +41,12 @@ def load() -> int:
     if arguments.new_group:
         torch.distributed.new_group()
     saved = sorted(arguments.folder.glob("step-*"))
-    if not saved or (arguments.apart and session.rank == 1):
+    if not saved:
         return 0
     found = content()
     dcp.load(found, checkpoint_id=saved[-1])
     set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-    return int(saved[-1].name.removeprefix("step-"))
+    return 0 if arguments.apart and session.rank == 1 else int(saved[-1].name.removeprefix("step-"))
 
 
 start = load() if arguments.by_itself else session.resume(load)
