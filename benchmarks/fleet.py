@@ -119,7 +119,7 @@ class Agent:
         self.machine.spawned(effect.worker, 1 << 22)
         self.machine.said(effect.worker, msg.WorkerJoined(effect.worker, 1 << 22), now_s)
         if effect.rank is None:
-            self.machine.said(effect.worker, msg.WorkerReady(effect.worker, 0, (), (), False, "0", 0.0), now_s)
+            self.machine.said(effect.worker, msg.WorkerReady(effect.worker, 0, (), (), False, False, "0", 0.0), now_s)
 
     def _obey(self, order: msg.WorkerOrder, now_s: float) -> None:
         assert self.worker is not None
@@ -127,7 +127,7 @@ class Agent:
         match order:
             case msg.Assign() if order.generation == 1:
                 self.machine.said(self.worker, msg.GroupsReset(me, 1), now_s)
-                self.machine.said(self.worker, msg.WorkerReady(self.worker, 1, (0,), (), False, "0", 0.0), now_s)
+                self.machine.said(self.worker, msg.WorkerReady(self.worker, 1, (0,), (), False, False, "0", 0.0), now_s)
             case msg.Stop():
                 self.is_training, self.stopped_s = False, now_s
                 reach = (self.step,)

@@ -404,7 +404,7 @@ class Cluster:
 
 
 def _ready(worker: int, generation: int, reach: tuple[int, ...]) -> msg.WorkerReady:
-    return msg.WorkerReady(worker, generation, reach, (), False, "0", 0.0)
+    return msg.WorkerReady(worker, generation, reach, (), False, False, "0", 0.0)
 
 
 def _parts(marks: Sequence[float | None]) -> list[float]:

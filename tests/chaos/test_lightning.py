@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from tests.support.jobs import SCRIPTS, drill, run
 from tests.support.layouts import in_every_phase
 
@@ -93,3 +94,19 @@ def test_faults_in_a_training_that_is_resumed_from_a_checkpoint(tmp_path: Path) 
     assert code == 0, output
     assert result["identical"]
     assert result["missed"] == []
+
+
+@pytest.mark.parametrize(("dying", "restored"), [((), 1), (("--dying", 0), 0)], ids=["all", "one"])
+def test_fresh_ranks_load_the_newest_checkpoint_and_a_replacement_none(
+    dying: tuple[object, ...], restored: int, tmp_path: Path
+) -> None:
+    job = ("--nproc-per-node", 2, "--spares", 0, SCRIPTS / "lightning_trainer.py", *WHOLE_EPOCHS)
+    ends = []
+    for name, options in (("whole", ()), ("again", ("--resume", "last", "--die-at", 20, *dying))):
+        (tmp_path / name).mkdir()
+        code, out, err = run("run", *job, *options, cwd=tmp_path / name)
+        assert code == 0, err
+        ends.append(torch.load(tmp_path / name / "out/best/last.ckpt", weights_only=True)["state_dict"])
+        assert (out + err).count("Restoring states from the checkpoint path") == (restored if options else 0)
+    first, second = ends
+    assert all(torch.equal(value, second[name]) for name, value in first.items())

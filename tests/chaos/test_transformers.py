@@ -1,6 +1,9 @@
 """Hugging Face's Trainer loses ranks: weights, checkpoints, metrics and logs come out as without a loss."""
 
+import json
+import re
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,27 @@ def test_a_training_that_is_resumed_from_a_checkpoint_is_the_same_as_one_that_wa
         shutil.copytree(whole / "checkpoint-8", again / "checkpoint-8", dirs_exist_ok=True)
     for name in ("best.pt", "checkpoint-14/model.safetensors", "checkpoint-14/rng_state_1.pth"):
         assert (whole / name).read_bytes() == (again / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(("dying", "loaded"), [((), (8, 8, 12, 12)), (("--dying", 0), (8, 8))], ids=["all", "one"])
+def test_fresh_ranks_load_the_newest_checkpoint_and_a_replacement_none(
+    dying: tuple[object, ...], loaded: tuple[int, ...], tmp_path: Path
+) -> None:
+    job, whole, again = ("--nproc-per-node", 2, "--spares", 0, SCRIPT, "--epochs", 2), tmp_path / "whole", tmp_path / "a"
+    code, _out, err = run("run", *job, "--out", whole)
+    assert code == 0, err
+    shutil.copytree(whole / "checkpoint-8", again / "checkpoint-8")
+    code, out, err = run("run", *job, "--out", again, "--resume", "--die-at", 13, *dying)
+    assert code == 0, err
+    assert tuple(map(int, re.findall(r"loads .*checkpoint-(\d+)", out))) == loaded
+    for name in ("best.pt", "checkpoint-14/model.safetensors"):
+        assert (whole / name).read_bytes() == (again / name).read_bytes(), name
+    first, second = (json.loads((out / "history.json").read_text()) for out in (whole, again))
+    assert first[:-1] == second[:-1]
+    losses = [line["loss"] for line in first if line["step"] > loaded[-1] and "loss" in line]
+    assert second[-1]["train_loss"] == pytest.approx(statistics.mean(losses)), "of the steps since the checkpoint"
+    told = [json.loads(line) for line in (again / "lines.txt").read_text().splitlines()]
+    assert told == [line for line in second if line["step"] > loaded[0]]
 
 
 @pytest.mark.parametrize("spares", [1, 0])

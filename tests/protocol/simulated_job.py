@@ -62,6 +62,7 @@ class SimulatedJob(SimulatedNodes):
         num_spares: int = 1,
         num_steps: int = 20,
         checkpoint_every: int | None = None,
+        resumes: bool = False,
         shards: Callable[[int], str] = lambda rank: "0",
         nodes: dict[str, int] | None = None,
         timeout_s: float = 0.0,
@@ -77,6 +78,7 @@ class SimulatedJob(SimulatedNodes):
         self.most_per_node = self.machine.settings.most_per_node
         self.num_steps = num_steps
         self.checkpoint_every = checkpoint_every
+        self.resumes = resumes
         self.checkpoints: set[int] = set()
         self.shards, self.timeout_s = shards, timeout_s
         self.now_s = 1000.0
@@ -378,7 +380,7 @@ class SimulatedJob(SimulatedNodes):
             worker.step, worker.phase = -1, Phase.UPDATED
         snapshots, writes = tuple(sorted(self.checkpoints)), self.checkpoint_every is not None
         worker.said = (worker.reach(), worker.parameters_at, snapshots)
-        said = (worker.generation, worker.reach(), snapshots, writes, self.shards(worker.rank or 0), self.timeout_s)
+        said = (worker.generation, worker.reach(), snapshots, writes, self.resumes, self.shards(worker.rank or 0), self.timeout_s)
         self._queue(worker.number, WorkerReady(worker.number, *said))
         worker.state = WorkerState.READY
 

@@ -43,7 +43,7 @@ def sharded(shards: Iterable[str]) -> Membership:
 
 
 def ready(generation: int, reach: tuple[int, ...] = (0,), snapshots: tuple[int, ...] = ()) -> WorkerReady:
-    return WorkerReady(0, generation, reach, snapshots, bool(snapshots), "0", 0.0)
+    return WorkerReady(0, generation, reach, snapshots, bool(snapshots), False, "0", 0.0)
 
 
 def safe(step: int, phase: Phase, reach: tuple[int, ...], snapshots: tuple[int, ...] = ()) -> SafePointReached:

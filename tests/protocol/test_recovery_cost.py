@@ -113,7 +113,7 @@ class Job:
         return lines.num
 
     def ready(self, number: int) -> WorkerReady:
-        return WorkerReady(number, self.machine.generation, (0,), (), False, "0", 0.0)
+        return WorkerReady(number, self.machine.generation, (0,), (), False, False, "0", 0.0)
 
     def safe(self, number: int) -> SafePointReached:
         return SafePointReached(
@@ -132,7 +132,7 @@ CASES: list[tuple[Stage, Report]] = [
     (Stage.STARTING, WorkerStarted(8, 4008)),
     (Stage.STARTING, WorkerJoined(8, 4008)),
     (Stage.STARTING, GroupsReset((8,), 1)),
-    (Stage.STARTING, WorkerReady(8, 1, (0,), (), False, "0", 0.0)),
+    (Stage.STARTING, WorkerReady(8, 1, (0,), (), False, False, "0", 0.0)),
     (Stage.RECOVERING, GroupsReset((8,), 1)),
     (Stage.RECOVERING, StateRecovered((8,), 1, 64, False)),
     (Stage.TRAINING, StepObserved("n1", 1, 0, 1.0, 0.1, ())),

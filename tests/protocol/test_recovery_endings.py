@@ -289,6 +289,16 @@ def test_fresh_ranks_that_find_no_checkpoint_do_not_silently_start_over() -> Non
     assert "find no checkpoint" in reason
 
 
+@pytest.mark.parametrize("checkpoint_every", [None, 10])
+def test_fresh_ranks_of_a_script_that_looks_for_its_own_checkpoint_begin_where_it_says(
+    checkpoint_every: int | None,
+) -> None:
+    """Here it has found none, so that this is step 0."""
+    job = SimulatedJob(world_size=2, num_spares=0, checkpoint_every=checkpoint_every, resumes=True)
+    kill_all(job.bring_all(7, Phase.BACKWARD))
+    job.finish_well()
+
+
 def test_fresh_ranks_do_not_silently_start_over_when_one_of_them_is_lost_either() -> None:
     """One has come to step 0 and would stay there, and its peer is lost before all are ready."""
     job = SimulatedJob(world_size=2, num_spares=0, checkpoint_every=10).bring_all(7, Phase.BACKWARD)

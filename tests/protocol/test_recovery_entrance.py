@@ -168,7 +168,7 @@ def test_a_lost_worker_is_not_heard_as_if_it_lived() -> None:
     before = state_of(job.machine)
     for report in (
         SafePointReached((hung.number,), 2, 3, Phase.BACKWARD, (3,), 3, (), False, (), None, None),
-        WorkerReady(hung.number, 2, (3,), (), False, "0", 0.0),
+        WorkerReady(hung.number, 2, (3,), (), False, False, "0", 0.0),
         WorkerJoined(hung.number, 1),
         GroupsReset((hung.number,), 2),
         StateRecovered((hung.number,), 2, 0, False),
@@ -198,7 +198,7 @@ def test_a_stall_means_nothing_outside_of_training(stage: Stage) -> None:
 ABOUT_RANK_0 = [
     WorkerStarted(0, 1),
     RankAwaited(0),
-    WorkerReady(0, 1, (0,), (7,), True, "0", 0.0),
+    WorkerReady(0, 1, (0,), (7,), True, False, "0", 0.0),
     WorkerFailed(0, "ValueError: bad batch", "Traceback ...", False),
     StateRescued(0, "rescued-0.pt", None),
     WorkerLost(0, Cause.EXIT, "exit code 1", True, None, 0.0),

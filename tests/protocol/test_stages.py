@@ -49,7 +49,7 @@ def ready() -> tuple[JobState, Starting]:
     job, stage = started()
     for worker in list(job.roster.holders()):
         stage.worker_joined(worker, NOW_S)
-        worker.ready = WorkerReady(worker.worker, 1, (0,), (), False, "0", 0.0)
+        worker.ready = WorkerReady(worker.worker, 1, (0,), (), False, False, "0", 0.0)
         assert stage.worker_ready(worker, NOW_S) is None
     return job, stage
 

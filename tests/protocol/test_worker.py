@@ -85,7 +85,7 @@ def ready(snapshots: tuple[int, ...] = ()) -> WorkerMachine:
     machine.connected()
     assert moves(machine) == [GroupsReset((NUMBER,), 1), Build()]
     machine.built("0", snapshots, False, 0.0)
-    assert moves(machine) == [WorkerReady(NUMBER, 1, (0,), snapshots, False, "0", 0.0), Wait()]
+    assert moves(machine) == [WorkerReady(NUMBER, 1, (0,), snapshots, False, False, "0", 0.0), Wait()]
     return machine
 
 
@@ -138,7 +138,7 @@ def spare() -> WorkerMachine:
     machine = launched(rank=None)
     assert moves(machine) == [Build()]
     machine.built("0", (), False, 0.0)
-    assert moves(machine) == [WorkerReady(NUMBER, 0, (), (), False, "0", 0.0), Wait()]
+    assert moves(machine) == [WorkerReady(NUMBER, 0, (), (), False, False, "0", 0.0), Wait()]
     return machine
 
 
@@ -174,7 +174,7 @@ def test_a_start_up_whose_generation_is_over_goes_on_in_echo_and_reaches_nothing
     assert moves(machine) == [Build()]
     assert machine.used_echo
     machine.built("0", (), False, 0.0)
-    ready = WorkerReady(NUMBER, 0, (), (), False, "0", 0.0)
+    ready = WorkerReady(NUMBER, 0, (), (), False, False, "0", 0.0)
     assert moves(machine) == [
         ready,
         SafePointReached((NUMBER,), 2, -1, Phase.STARTING, (), None, (), False, (), None, None),
@@ -199,7 +199,7 @@ def test_a_start_up_in_which_something_was_echoed_reaches_nothing() -> None:
     machine.echoed()
     moves(machine)
     machine.built("0", (), False, 0.0)
-    assert moves(machine) == [WorkerReady(NUMBER, 1, (), (), False, "0", 0.0), Wait()]
+    assert moves(machine) == [WorkerReady(NUMBER, 1, (), (), False, False, "0", 0.0), Wait()]
 
 
 def test_a_job_that_is_started_again_rewinds_to_its_checkpoint() -> None:
@@ -703,7 +703,7 @@ def test_a_spare_that_is_stopped_before_it_is_ready_reports_that_it_reaches_noth
     machine.receive(stop(3))
     machine.built("0", (), False, 0.0)
     report = SafePointReached((NUMBER,), 3, -1, Phase.STARTING, (), None, (), False, (), None, None)
-    assert moves(machine) == [WorkerReady(NUMBER, 0, (), (), False, "0", 0.0), report, Wait()]
+    assert moves(machine) == [WorkerReady(NUMBER, 0, (), (), False, False, "0", 0.0), report, Wait()]
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class ToyNode:
         self.agent.spawned(effect.worker, 4000 + effect.worker)
         self.agent.said(effect.worker, msg.WorkerJoined(effect.worker, 4000 + effect.worker), now_s)
         if effect.rank is None:
-            self._say(msg.WorkerReady(effect.worker, 0, (), (), False, "0", 0.0), now_s)
+            self._say(msg.WorkerReady(effect.worker, 0, (), (), False, False, "0", 0.0), now_s)
 
     def _obey(self, worker: ToyWorker, order: msg.WorkerOrder, now_s: float) -> None:
         me = (worker.number,)
@@ -91,7 +91,7 @@ class ToyNode:
             case msg.Assign() if worker.rank is not None:
                 worker.step = 0
                 self._say(msg.GroupsReset(me, order.generation), now_s)
-                self._say(msg.WorkerReady(worker.number, order.generation, (0,), (), False, "0", 0.0), now_s)
+                self._say(msg.WorkerReady(worker.number, order.generation, (0,), (), False, False, "0", 0.0), now_s)
             case msg.Assign():
                 worker.rank = order.rank
             case msg.Stop():

@@ -7,6 +7,7 @@ Usage: keepstep run --nproc-per-node 2 tests/scripts/hf_trainer.py [--out DIR] [
 import argparse
 import json
 import os
+import signal
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ parser.add_argument("--accumulate", type=int, default=2)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--strategy", default="steps", choices=("steps", "epoch"))
 parser.add_argument("--resume", action="store_true")
+parser.add_argument("--die-at", type=int, help="ranks that have started together die in this step")
+parser.add_argument("--dying", type=int, nargs="*", default=range(99), help="which of them, instead of all")
 parser.add_argument("--eval-on-start", action="store_true")
 parser.add_argument("--fsdp", action="store_true", help="FSDP2, which Accelerate leaves aside on CPUs by itself")
 parser.add_argument("--snapshot-every", type=int)
@@ -69,6 +72,20 @@ class OwnLogs(KeepstepTrainer):
         return loss
 
 
+class Dying(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if trainer.session.generation == 1 and state.global_step == arguments.die_at:
+            torch.distributed.barrier()
+            if args.process_index in arguments.dying:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Loads(KeepstepTrainer):
+    def _load_from_checkpoint(self, path, *arguments, **keywords):
+        print(f"rank {self.args.process_index} loads {path}", flush=True)
+        super()._load_from_checkpoint(path, *arguments, **keywords)
+
+
 class Late(TrainerCallback):
     """Logs when the parameters of a step have been updated."""
 
@@ -80,7 +97,7 @@ class Late(TrainerCallback):
 arguments.out.mkdir(exist_ok=True)
 tokens = {"bos_token_id": 0, "eos_token_id": 0}
 model = GPT2LMHeadModel(GPT2Config(vocab_size=51, n_positions=12, n_embd=16, n_layer=2, n_head=2, **tokens))
-trainer = (OwnLogs if arguments.own_logs else KeepstepTrainer)(
+trainer = (OwnLogs if arguments.own_logs else Loads)(
     model=model,
     args=TrainingArguments(
         output_dir=str(arguments.out),
@@ -107,7 +124,7 @@ trainer = (OwnLogs if arguments.own_logs else KeepstepTrainer)(
     ),
     train_dataset=Sentences(0, 50),
     eval_dataset=Sentences(50, 10),
-    callbacks=[Lines(), Late(), EarlyStoppingCallback(early_stopping_patience=20)],
+    callbacks=[Dying(), Lines(), Late(), EarlyStoppingCallback(early_stopping_patience=20)],
 )
 if arguments.fsdp:
     plugin = FullyShardedDataParallelPlugin(

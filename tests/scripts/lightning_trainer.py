@@ -5,6 +5,8 @@ Usage: keepstep run --nproc-per-node 2 tests/scripts/lightning_trainer.py [--epo
 """
 
 import argparse
+import os
+import signal
 
 import lightning as L
 import torch
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from keepstep.integrations.lightning import KeepstepStrategy
+from keepstep.worker.session import current_session
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
@@ -31,6 +34,8 @@ parser.add_argument("--precision", default="32-true")
 parser.add_argument("--keys", type=int, default=0)
 parser.add_argument("--loaders", choices=("min_size", "max_size_cycle", "max_size"), help="two of them, and how")
 parser.add_argument("--resume")
+parser.add_argument("--die-at", type=int, help="ranks that have started together die in this step")
+parser.add_argument("--dying", type=int, nargs="*", default=range(99), help="which of them, instead of all")
 arguments = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -133,6 +138,14 @@ class ManualModule(Module):
         return [first, second], [torch.optim.lr_scheduler.ExponentialLR(first, 0.9)]
 
 
+class Dying(L.Callback):
+    def on_train_batch_start(self, trainer, *_other):
+        if current_session().generation == 1 and trainer.global_step == arguments.die_at:
+            torch.distributed.barrier()
+            if trainer.global_rank in arguments.dying:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
 L.seed_everything(1)
 model = ManualModule() if arguments.manual else Module()
 in_half = [MixedPrecision("16-mixed", "cpu")] if arguments.precision == "16-mixed" else None
@@ -150,6 +163,7 @@ trainer = L.Trainer(
     val_check_interval=arguments.validate,
     logger=CSVLogger(arguments.out),
     callbacks=[
+        Dying(),
         LearningRateMonitor("step"),
         ModelCheckpoint(f"{arguments.out}/best", monitor="val_loss", save_top_k=2, save_last=True),
         ModelCheckpoint(f"{arguments.out}/all", every_n_train_steps=arguments.save_every or None, save_top_k=-1),

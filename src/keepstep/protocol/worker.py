@@ -488,7 +488,14 @@ class WorkerMachine:
         return msg.RankAwaited(self.worker) if self.rank is None else None
 
     def built(
-        self, shard: str, snapshots: tuple[int, ...], checkpointing: bool, timeout_s: float, start: int = 0
+        self,
+        shard: str,
+        snapshots: tuple[int, ...],
+        checkpointing: bool,
+        timeout_s: float,
+        start: int = 0,
+        *,
+        resumes: bool = False,
     ) -> None:
         """Records that the script has protected all state and is at its first step, number ``start``.
 
@@ -499,7 +506,9 @@ class WorkerMachine:
         self._started = True
         self._snapshots = snapshots
         reach = self.own_reach()
-        ready = msg.WorkerReady(self.worker, self.generation, reach, snapshots, checkpointing, shard, timeout_s)
+        ready = msg.WorkerReady(
+            self.worker, self.generation, reach, snapshots, checkpointing, resumes, shard, timeout_s
+        )
         self._sayings.append(ready)
         self._target = self.generation
         self.state = WorkerState.READY

@@ -110,7 +110,7 @@ class StepController:
 
         Args:
             start: the first step, if the script has loaded a checkpoint of its own.
-            resumes: fresh ranks load the script's newest checkpoint by themselves, which counts as one of keepstep's.
+            resumes: fresh ranks load the script's own newest checkpoint.
         """
         machine = self._coordination.machine
         if machine.rank is None:
@@ -122,9 +122,10 @@ class StepController:
         machine.built(
             self._state.shard(),
             self._recovery.snapshots(),
-            self._recovery.checkpointing or resumes,
+            self._recovery.checkpointing,
             self._coordination.longest_timeout_s,
             start,
+            resumes=resumes,
         )
 
     def next_step(self, num_steps: int) -> int | None:

@@ -219,7 +219,7 @@ def test_a_fenced_worker_that_dies_is_no_news() -> None:
 
 
 def test_a_report_of_one_worker_goes_up_at_once() -> None:
-    report = msg.WorkerReady(0, 1, (0,), (), False, "0", 0.0)
+    report = msg.WorkerReady(0, 1, (0,), (), False, False, "0", 0.0)
     assert Node(ranks=2).said(0, report) == [report]
 
 
@@ -672,7 +672,7 @@ def test_a_drained_node_stays_until_a_drained_job_has_ended() -> None:
 def test_a_rank_between_steps_has_as_long_as_the_others_wait_for_it(timeout_s: float) -> None:
     """An evaluation on rank 0: the script has said with the timeout of its groups how long that may take."""
     node = Node(ranks=1)
-    node.said(0, msg.WorkerReady(0, 1, (0,), (), False, "0", timeout_s))
+    node.said(0, msg.WorkerReady(0, 1, (0,), (), False, False, "0", timeout_s))
     look(node, 0, Tag(1, 3, Phase.UPDATED))
     long_s = max(timeout_s, DEADLINES.long_s)
     assert of_liveness(node.wait(long_s - 1.0)) == []

@@ -19,7 +19,7 @@ LOSS = Loss("node-1", is_of_node=False)
 
 
 def ready(worker: int) -> msg.WorkerReady:
-    return msg.WorkerReady(worker, 0, (), (), False, "0", 0.0)
+    return msg.WorkerReady(worker, 0, (), (), False, False, "0", 0.0)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -20,6 +22,36 @@ from keepstep.integrations.lightning.batches import NumberedLoader
 from keepstep.integrations.lightning.fabric import KeepstepEnvironment, global_seed, join, refuse_options
 from keepstep.integrations.lightning.files import Logs
 from keepstep.integrations.lightning.training import KeepstepFitLoop, LightningTraining
+from keepstep.worker.session import Session
+
+
+NEWEST = ("last", "hpc")
+"""Values of ``ckpt_path`` for the newest checkpoint."""
+
+
+class _Resuming(_Launcher):
+    """Starts no processes, for ``keepstep run`` has done so, and decides which of them load the checkpoint."""
+
+    is_interactive_compatible = True
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def launch(self, function: Callable[..., Any], *arguments: Any, trainer: Trainer, **keywords: Any) -> Any:
+        """Calls what ``fit()`` and others run, as if there were no launcher; a replacement fits without ``ckpt_path``.
+
+        ``fit(ckpt_path="last")`` has fresh ranks load the newest checkpoint also if all ranks are lost.
+        """
+        called = inspect.signature(function).bind(*arguments, **keywords)
+        if trainer.state.fn == TrainerFn.FITTING and called.arguments.get("ckpt_path") is not None:
+            if called.arguments["ckpt_path"] in NEWEST:
+                self._session.resume(lambda: None)
+            if self._session.is_late:
+                called.arguments["ckpt_path"] = None
+        return function(*called.args, **called.kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Ends no processes: ``keepstep run`` does."""
 
 
 class KeepstepStrategy(DDPStrategy):
@@ -65,7 +97,7 @@ class KeepstepStrategy(DDPStrategy):
         return {"num_replicas": self._session.world_size, "rank": self._session.rank}
 
     def _configure_launcher(self) -> None:
-        """Configures no launcher: ``keepstep run`` has started the processes."""
+        self._launcher = _Resuming(self._session)
 
     # ---- the start of fit() -----------------------------------------------------------------------------------------
 

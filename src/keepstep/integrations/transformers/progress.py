@@ -11,8 +11,8 @@ from transformers.trainer_callback import ExportableState, TrainerControl, Train
 
 from keepstep.integrations.transformers.log import TrainerLog
 
-_FURTHER = ("_metrics", "_total_train_tokens")
-"""Attributes in which derived trainers, such as TRL's, accumulate metrics for the log."""
+_FURTHER = ("_metrics", "_total_train_tokens", "_initial_global_step", "_initial_num_input_tokens_seen")
+"""Attributes in which derived trainers, such as TRL's, accumulate metrics for the log, and where the training began."""
 _OF_THIS_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
 """Attributes of ``TrainerState`` that are not sent to other ranks, or that are sent separately."""
 _SHARED = [each.name for each in dataclasses.fields(TrainerState) if each.name not in _OF_THIS_RANK]

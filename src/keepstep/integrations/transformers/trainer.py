@@ -72,6 +72,17 @@ class KeepstepMixin(_Base):
 
     # ---- the Trainer's methods, in the order in which it calls them -----------------------------------------------
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
+        """As ``Trainer.train``, but a replacement loads no checkpoint.
+
+        With ``resume_from_checkpoint=True`` fresh ranks load the newest one, also if all ranks are lost.
+        """
+        if resume_from_checkpoint is True:
+            self.session.resume(lambda: None)
+        if self.session.is_late:
+            resume_from_checkpoint = None
+        return super().train(resume_from_checkpoint, *arguments, **keywords)
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         """As ``Trainer.get_train_dataloader``, with batches that can be read by number."""
         loader = super().get_train_dataloader()
@@ -127,6 +138,8 @@ class KeepstepMixin(_Base):
 
     def _enter(self) -> int:
         """Begins the training and returns the number of the first epoch. A spare waits here for a rank."""
+        if not self.session.is_late:
+            self._progress.log.begin()  # callbacks have heard, or shall not hear, of what the history begins with
         self._progress.take()
         self._loop.enter()
         if self.session.is_main:
@@ -292,7 +305,7 @@ class KeepstepMixin(_Base):
         if self.session.rank > 0:
             call()
             return
-        with self.session.once(f"transformers: unit {index}, line {number}") as mine:
+        with self.session.once(f"transformers: step {self.state.global_step}, unit {index}, line {number}") as mine:
             if mine:
                 call()
 

@@ -55,6 +55,8 @@ class JobState:
         """The rank holders whose groups are connected in this generation."""
         self.writes_checkpoints = False
         """Whether the scripts write checkpoints, by the report of the last worker that reached its first step."""
+        self.resumes = False
+        """Whether fresh ranks load the newest checkpoint of the script's own, or begin again; from the same report."""
         self.has_checkpoint = False
         """Whether a checkpoint is known to exist."""
         self.records: list[RecoveryRecord] = []

@@ -453,7 +453,7 @@ class RecoveryMachine:
             case msg.WorkerReady() if not worker.lost:
                 worker.ready = message
                 self._job.learn_timeout(message.timeout_s)
-                self._job.writes_checkpoints = message.checkpointing
+                self._job.writes_checkpoints, self._job.resumes = message.checkpointing, message.resumes
                 self._job.has_checkpoint |= message.checkpointing and bool(message.snapshots)
                 self._job.processes.came_up()
                 self._go(self._stage.worker_ready(worker, now_s), now_s)

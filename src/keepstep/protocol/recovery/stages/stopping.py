@@ -200,7 +200,7 @@ class Stopping(RecoveryStage):
                 f"has cut off, and no replica's copy equals it: {self._copies()}"
             )
         unread = out_of_reach(job.roster, job.snapshots, job.membership, job.generation)
-        if job.progress.trained_to > 0 and not job.writes_checkpoints:
+        if job.progress.trained_to > 0 and not (job.writes_checkpoints or job.resumes):
             copies = self._copies() if unread is None else f"{self._copies()}; {unread}"
             return ToEnded(verdicts.nothing_to_recover(job.generation, copies))
         if (drain := job.drain.reason) is not None:
