@@ -23,13 +23,12 @@ print([main(arguments) for arguments in json.loads(sys.argv[2])])
 
 
 @pytest.mark.parametrize(
-    ("blocked", "missing"),
-    [(["grpc", "cryptography"], "grpc, cryptography"), (["cryptography"], "cryptography"), (["grpc"], "grpc")],
+    ("blocked", "calls"), [(["grpc", "cryptography"], CALLS), (["cryptography"], [["token"]]), (["grpc"], [["agent"]])]
 )
-def test_what_is_missing_is_named(blocked: list[str], missing: str) -> None:
-    words = [sys.executable, "-c", PROGRAM, json.dumps(blocked), json.dumps(CALLS)]
+def test_what_is_missing_is_named(blocked: list[str], calls: list[list[str]]) -> None:
+    words = [sys.executable, "-c", PROGRAM, json.dumps(blocked), json.dumps(calls)]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert COMMANDS_OF_SEVERAL == ["agent", "controller", "token", "weights"]
-    sentence = f"several nodes: {missing} is missing: pip install 'keepstep[cluster]'"
-    assert ended.stderr.splitlines() == [f"keepstep {call[0]}: {sentence}" for call in CALLS]
-    assert ended.stdout == f"{[2] * len(CALLS)}\n"
+    sentence = f"several nodes: {', '.join(blocked)} is missing: pip install 'keepstep[cluster]'"
+    assert ended.stderr.splitlines() == [f"keepstep {call[0]}: {sentence}" for call in calls]
+    assert ended.stdout == f"{[2] * len(calls)}\n"
