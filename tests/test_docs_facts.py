@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 import tomllib
 from argparse import SUPPRESS, ArgumentParser
 from pathlib import Path
@@ -201,6 +202,36 @@ def test_releases_that_are_covered_are_those_of_the_tests() -> None:
     assert f"; torch 2.{lowest} to {newest}, Linux, Python {project['requires-python'].strip('>=')} or newer |" in row
     assert f"torch=={newest}.*" in project["optional-dependencies"]["dev"], "make test, make test-full, CI"
     assert f"\nTORCH ?= 2.{lowest}.0\n" in (ROOT / "Makefile").read_text(encoding="utf-8"), "make test-torch"
+
+
+OF_EXTRAS = (
+    "integrations/",
+    "dashboard/",
+    "transports/rpc/",
+    "trust/certificates.py",
+    "worker/loop/late_rank.py",
+    "worker/loop/wrapped.py",
+)
+"""Where the package imports what only an extra or the user's script brings."""
+
+
+def test_dependencies_are_those_that_the_readme_names_and_the_package_imports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    dependencies = {re.split(r"[<>=]", each)[0] for each in project["dependencies"]}
+    [named] = re.findall(
+        r"^keepstep needs (.*?)\. Everything else is in extras", README.read_text("utf-8"), re.MULTILINE
+    )
+    assert {each.lower() for each in re.split(r", | and ", named)} == dependencies
+    package = ROOT / "src" / "keepstep"
+    imported: set[str] = set()
+    for path in package.rglob("*.py"):
+        if not path.relative_to(package).as_posix().startswith(OF_EXTRAS):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported |= {each.name.partition(".")[0] for each in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    imported.add(str(node.module).partition(".")[0])
+    assert imported - sys.stdlib_module_names - {"keepstep"} == dependencies
 
 
 def test_mutants_are_counted() -> None:

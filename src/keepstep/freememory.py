@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
+from keepstep.procfs import available_bytes
 
 _PROC, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
@@ -23,9 +23,11 @@ def free_bytes(membership: Path = _PROC, groups: Path = _GROUPS) -> int:
     Args:
         membership: the file that names this process's control group.
         groups: the root folder of the control groups.
+
+    Raises:
+        CallRefused: the system does not say what the machine has.
     """
-    available = int(psutil.virtual_memory().available)
-    return max(0, min([available, *_left_in_groups(membership, groups)]))
+    return max(0, min([available_bytes(), *_left_in_groups(membership, groups)]))
 
 
 def killed_together(membership: Path = _PROC, groups: Path = _GROUPS) -> Path | None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib.util
 import os
 import pkgutil
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from keepstep.config import has_safe_path
+from keepstep.errors import ConfigurationError
 from keepstep.systemcalls import checked_prctl
 
 _PR_SET_PDEATHSIG = 1
@@ -103,6 +106,22 @@ def own_command(module: str, *arguments: str) -> list[str]:
     a ``random.py`` in it.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def check_installed(what: str, modules: Sequence[str], extra: str) -> None:
+    """Checks that the packages of an extra are installed. It imports none of them.
+
+    Args:
+        what: what needs them, such as a flag.
+        modules: one name for each package.
+        extra: the extra of keepstep that installs them.
+
+    Raises:
+        ConfigurationError: some are missing; the message names them and the extra.
+    """
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(f"{what}: {', '.join(missing)} is missing: pip install 'keepstep[{extra}]'")
 
 
 def begin() -> None:

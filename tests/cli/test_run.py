@@ -37,6 +37,22 @@ def test_runs_and_reports(tmp_path: Path, method: list[str]) -> None:
     assert (result["exit_code"], result["recoveries"], result["generation"]) == (0, [], 1)
 
 
+def test_no_process_of_a_job_on_one_node_imports_what_several_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In front of the packages of the extra `cluster` are modules that note who imports them, and raise."""
+    noted = tmp_path / "noted"
+    for name in ("grpc", "cryptography"):
+        text = f"import sys\nprint({name!r}, sys.argv, file=open({str(noted)!r}, 'a'))\nraise ImportError({name!r})\n"
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    code, _out, err = run("run", "--nproc-per-node", 2, TINY)
+    assert code == 0, err
+    assert not noted.exists(), noted.read_text()
+    assert run("token", "--new")[0] == 1
+    assert noted.read_text().startswith("cryptography ")
+
+
 def test_module_and_tee(tmp_path: Path) -> None:
     (tmp_path / "tiny_module.py").write_text(TINY.read_text())
     logs = tmp_path / "logs"

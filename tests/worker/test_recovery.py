@@ -77,7 +77,7 @@ def test_a_rank_of_a_job_that_cannot_go_on_saves_what_it_has_and_ends(tmp_path: 
 def test_buckets_that_move_are_reported_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of sockets are not among those that the kernel counts as read or written."""
     monkeypatch.setattr(recovery, "_REPORTED_S", 0.01)
-    monkeypatch.setattr(recovery, "_bytes_moved", lambda: 0)
+    monkeypatch.setattr(recovery, "bytes_moved", lambda: 0)
     buckets = 0
     told, looked = threading.Event(), threading.Semaphore(0)
 

@@ -9,12 +9,12 @@ import platform
 from pathlib import Path
 
 from keepstep.agent.outputs import WorkerOutput
+from keepstep.procfs import TICKS_PER_S, status_of
 from keepstep.shared import lifeline, tagpage, tracebacks
 
 SYSTEM_CALLS = {"x86_64": {0: "read", 1: "write"}, "aarch64": {63: "read", 64: "write"}}
 """Machine -> number of a system call -> its name. From arch/x86/entry/syscalls/syscall_64.tbl, and from
 include/uapi/asm-generic/unistd.h of Linux."""
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 ANSWER_S = 2.0
 """How long a worker's link thread may take to write the stack, before a signal asks the training thread itself."""
 RENEW_S = 10.0
@@ -65,12 +65,8 @@ class ProcessState:
     @classmethod
     def of(cls, pid: int | None) -> ProcessState | None:
         """Returns the present state; None where the system does not tell."""
-        try:
-            content = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return None
-        fields = content.rpartition(")")[2].split()
-        return cls(fields[0], (int(fields[11]) + int(fields[12])) / TICKS_PER_S)
+        fields = status_of(pid)
+        return None if fields is None else cls(fields[0], (int(fields[11]) + int(fields[12])) / TICKS_PER_S)
 
     @property
     def is_stopped(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import ipaddress
 import os
 import secrets
@@ -19,7 +18,7 @@ import msgspec
 
 from keepstep.dashboard.settings import ServerSettings
 from keepstep.errors import ConfigurationError, PeerLost
-from keepstep.programs import ending, own_command
+from keepstep.programs import check_installed, ending, own_command
 from keepstep.systemcalls import loopback
 
 DEFAULT = "127.0.0.1:7117"
@@ -45,9 +44,7 @@ def listen(address: str, flag: str) -> socket.socket:
     Raises:
         ConfigurationError: the address is invalid or in use, or a package for the dashboard is not installed.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigurationError(f"{flag}: {', '.join(missing)} is missing: pip install 'keepstep[dashboard]'")
+    check_installed(flag, NEEDED, "dashboard")
     host, _, port = address.rpartition(":")
     host = host.strip("[]") or loopback()
     if address == DEFAULT:

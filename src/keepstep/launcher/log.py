@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
-
-import structlog
 
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.controller import JournalEntry, relive
@@ -19,7 +18,6 @@ from keepstep.trace.timeline.events import ControlEvent, Teller
 
 STDERR = Path("-")
 ENDED = "job ended"
-_ORDER = ("timestamp", "level", "event", "message", "job", "generation", "rank", "step", "node")
 
 
 class EventLog:
@@ -47,12 +45,6 @@ class EventLog:
             self._file: TextIO | None = sys.stderr if path == STDERR else path.open("a", buffering=1, encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(f"--log-json {path}: {error.strerror}") from error
-        self._logger: structlog.BoundLogger = structlog.wrap_logger(
-            structlog.WriteLogger(self._file),
-            processors=[structlog.processors.add_log_level, _in_order, structlog.processors.JSONRenderer()],
-            wrapper_class=structlog.BoundLogger,
-            job=info.run,
-        )
 
     def caught_up(self, entries: list[JournalEntry]) -> None:
         """Replays entries that an earlier process has logged already, without logging them again."""
@@ -88,7 +80,8 @@ class EventLog:
             return
         self._has_ended |= event.kind == ENDED
         try:
-            getattr(self._logger, event.level)(event.kind, **self._fields(event))
+            self._file.write(json.dumps(self._fields(event)) + "\n")
+            self._file.flush()
         except OSError as error:
             self.close()
             text = f"keepstep: --log-json {self._path}: logging has stopped, training continues: {error}"
@@ -99,7 +92,10 @@ class EventLog:
         at = datetime.datetime.fromtimestamp(self._info.unix_ns(event.at_s) / 1e9, datetime.UTC)
         fields: dict[str, Any] = {
             "timestamp": at.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+            "level": event.level,
+            "event": event.kind,
             "message": event.text,
+            "job": self._info.run,
             "generation": event.generation,
             "rank": event.rank,
             "step": event.step,
@@ -129,8 +125,3 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _in_order(_logger: object, _name: str, fields: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Orders the fields of a line: the common ones first, in a fixed order."""
-    return {name: fields[name] for name in _ORDER} | dict(fields)

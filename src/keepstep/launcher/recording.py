@@ -171,6 +171,6 @@ def write_trace(run_dir: Path, target: Path) -> None:
 def _event_log(path: Path | None, info: runfolder.RunInfo) -> contextlib.AbstractContextManager[EventLog | None]:
     if path is None:
         return contextlib.nullcontext()
-    from keepstep.launcher.log import EventLog  # here, because most jobs do not need structlog
+    from keepstep.launcher.log import EventLog  # here, because most jobs do not need it
 
     return EventLog(path, info)

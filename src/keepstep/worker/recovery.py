@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn, assert_never
 
-import psutil
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import Store
@@ -22,6 +21,7 @@ from keepstep.errors import (
     StateMismatch,
     StepInterrupted,
 )
+from keepstep.procfs import bytes_moved
 from keepstep.protocol.messages import CheckpointWritten, Rescue, StateMoves, Transfer, text
 from keepstep.protocol.moves import Build, End, Load, Save, SaveAndEnd, Train, Undo, Update
 from keepstep.protocol.resume import Action
@@ -480,9 +480,9 @@ class _Moving:
             self._is_over.set()
 
     def _watch(self) -> None:
-        bytes_before, buckets_before = _bytes_moved(), self._num_buckets()
+        bytes_before, buckets_before = bytes_moved(), self._num_buckets()
         while not self._is_over.wait(_REPORTED_S):
-            num_bytes, num_buckets = _bytes_moved(), self._num_buckets()
+            num_bytes, num_buckets = bytes_moved(), self._num_buckets()
             if num_bytes - bytes_before >= _MOVED_BYTES or num_buckets > buckets_before:
                 bytes_before, buckets_before = num_bytes, num_buckets
                 self._report()
@@ -491,12 +491,3 @@ class _Moving:
         if not self._is_over.is_set():
             self._is_over.set()
             self._thread.join()
-
-
-def _bytes_moved() -> int:
-    """Bytes that this process has read and written so far; 0 if the kernel does not tell."""
-    try:
-        counted = psutil.Process().io_counters()
-    except (OSError, psutil.Error):
-        return 0
-    return int(counted.read_chars + counted.write_chars)

@@ -18,12 +18,12 @@ import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import torch
 from torch._C._distributed_c10d import Store
 
 from keepstep.config import RESCUE_PREFIX
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
+from keepstep.procfs import start_of
 from keepstep.worker.state.dcp.content import Content, Share, describe
 from keepstep.worker.state.dcp.reading import SavedCheckpoint, StateReader
 from keepstep.worker.state.dcp.writing import CHECKSUMS, complete, write_part
@@ -353,8 +353,8 @@ def rescue(state: ProtectedState, step: int, share: Share, parent: Path, *, in_d
         name = f"{RESCUE_PREFIX}step{step}-rank{share.rank}-"
         path = tempfile.mkdtemp(prefix=name, suffix=doubt, dir=parent)
     else:
-        spawner = psutil.Process(os.getppid())  # identifies the job: the parent of all its ranks on this machine only
-        name = f"{RESCUE_PREFIX}step{step}-{spawner.pid}-{spawner.create_time():.0f}{doubt}"
+        spawner = os.getppid()  # identifies the job: the parent of all its ranks on this machine only
+        name = f"{RESCUE_PREFIX}step{step}-{spawner}-{start_of(spawner) or 0}{doubt}"
         path = str(parent / name)
     _write(*describe(state, share), Path(path), share)
     return path

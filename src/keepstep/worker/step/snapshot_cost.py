@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import statistics
 import time
 from collections.abc import Sequence
 
-import psutil
-
+from keepstep.procfs import cores_idle_s
 from keepstep.protocol.snapshots import NUM_KEPT, fewest_steps
 
 NUM_FIRST_TOUCHES = NUM_KEPT
@@ -54,7 +54,7 @@ class SnapshotCost:
         num_cores: number of cores that they share. None: all cores of the machine.
         """
         self._num_ranks = num_ranks
-        self._num_cores = num_cores or psutil.cpu_count() or 1
+        self._num_cores = num_cores or os.cpu_count() or 1
         self._begun_s: float | None = None
         """When the current step was yielded. None: unknown."""
         self._idle_at_begin_s = 0.0
@@ -160,4 +160,4 @@ def _difference(these: Sequence[float], others: Sequence[float]) -> float:
 
 def now() -> tuple[float, float]:
     """Returns a monotonic time, and how long all cores have been idle, added up; both in seconds."""
-    return time.monotonic(), psutil.cpu_times().idle
+    return time.monotonic(), cores_idle_s()
