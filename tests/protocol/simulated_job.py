@@ -380,7 +380,15 @@ class SimulatedJob(SimulatedNodes):
             worker.step, worker.phase = -1, Phase.UPDATED
         snapshots, writes = tuple(sorted(self.checkpoints)), self.checkpoint_every is not None
         worker.said = (worker.reach(), worker.parameters_at, snapshots)
-        said = (worker.generation, worker.reach(), snapshots, writes, self.resumes, self.shards(worker.rank or 0), self.timeout_s)
+        said = (
+            worker.generation,
+            worker.reach(),
+            snapshots,
+            writes,
+            self.resumes,
+            self.shards(worker.rank or 0),
+            self.timeout_s,
+        )
         self._queue(worker.number, WorkerReady(worker.number, *said))
         worker.state = WorkerState.READY
 

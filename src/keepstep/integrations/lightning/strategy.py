@@ -24,7 +24,6 @@ from keepstep.integrations.lightning.files import Logs
 from keepstep.integrations.lightning.training import KeepstepFitLoop, LightningTraining
 from keepstep.worker.session import Session
 
-
 NEWEST = ("last", "hpc")
 """Values of ``ckpt_path`` for the newest checkpoint."""
 
