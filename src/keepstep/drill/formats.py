@@ -49,10 +49,12 @@ def read_saved(path: Path) -> Any:
 
 def read_dcp(folder: Path) -> Any:
     """Reads a folder of ``torch.distributed.checkpoint``, all of it into memory, by the names in its metadata."""
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = dcp.FileSystemReader(folder)
+    reader = FileSystemReader(folder)
     state: dict[str, Any] = {
         name: torch.empty(stored.size, dtype=stored.properties.dtype)
         if isinstance(stored, TensorStorageMetadata)
@@ -62,8 +64,8 @@ def read_dcp(folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            dcp.load(state, storage_reader=reader, no_dist=True)
-        except dcp.CheckpointException as error:  # it is no Exception
+            load(state, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:  # it is no Exception
             failure, _traceback = next(iter(error.failures.values()))
             raise OSError(f"{type(failure).__name__}: {failure}") from error
     return state
