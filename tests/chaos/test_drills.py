@@ -290,3 +290,15 @@ def test_two_models_that_are_updated_in_turn(tmp_path: Path, flags: list[str]) -
     code, result, output = drill(tmp_path, "--nproc-per-node", 2, SCRIPTS / "gan.py", *flags)
     assert code == 0, output
     assert [row["phase"] for row in result["faults"]][: len(IN_A_STEP)] == list(IN_A_STEP)
+
+
+def test_a_drill_leaves_no_state_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    flags = ("--nproc-per-node", 2, "--max-restarts", 0, "--strike-cold", "--run-dir", tmp_path / "run")
+    faults = "kill@step=3,phase=forward,rank=1; kill@step=6,phase=forward,rank=1"
+    code, result, output = drill(tmp_path, *flags, "--faults", faults, SCRIPTS / "tiny.py", "--steps", 8)
+    assert code == 1, output
+    assert list(here.iterdir()) == []
+    assert list((tmp_path / "run" / "with-faults").glob("keepstep-rescue-*")), result["reason"]

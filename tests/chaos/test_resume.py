@@ -30,8 +30,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 @pytest.mark.parametrize("flags", [(), ("--sharded",)], ids=["replicas", "shards"])
 def test_replacements_load_nothing(flags: tuple[str, ...], tmp_path: Path) -> None:
-    _code, result, output = drill(tmp_path, *JOB, "--faults", FAULTS, "--compare", "saved", SCRIPT, "saved", *flags)
-    assert result["identical"], output
+    code, result, output = drill(tmp_path, *JOB, "--faults", FAULTS, "--compare", "saved", SCRIPT, "saved", *flags)
+    assert code == 0, output
+    assert result["identical"]
     assert sorted(re.findall(r"rank \d loads", output)) == [f"rank {rank} loads" for rank in (0, 0, 1, 1)]
 
 

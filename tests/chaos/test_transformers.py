@@ -74,11 +74,8 @@ def test_a_training_that_is_resumed_from_a_checkpoint_is_the_same_as_one_that_wa
 def test_fresh_ranks_load_the_newest_checkpoint_and_a_replacement_none(
     dying: tuple[object, ...], loaded: tuple[int, ...], tmp_path: Path
 ) -> None:
-    job, whole, again = (
-        ("--nproc-per-node", 2, "--spares", 0, SCRIPT, "--epochs", 2),
-        tmp_path / "whole",
-        tmp_path / "a",
-    )
+    job = ("--nproc-per-node", 2, "--spares", 0, SCRIPT, "--epochs", 2)
+    whole, again = tmp_path / "whole", tmp_path / "again"
     code, _out, err = run("run", *job, "--out", whole)
     assert code == 0, err
     shutil.copytree(whole / "checkpoint-8", again / "checkpoint-8")

@@ -118,3 +118,14 @@ def test_how_warm_spares_were_is_shown_where_they_were_not_warm(capsys: pytest.C
     assert " spare " in lines[2]
     assert any("half-warm" in line and "kill" in line for line in lines)
     assert any(line.startswith("spare: warm, waiting") for line in lines)
+
+
+def test_a_table_wider_than_the_terminal_is_printed_in_two(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepstep.drill.display.TABLE_COLUMNS", 80)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = printed(capsys, faults=[fault(1, "snapshot in memory", "half-warm")])
+    assert not [line for line in lines if "…" in line]
+    headings = [line.split() for line in lines if line.split()[:1] == ["fault"]]
+    assert headings == [["fault", "rank", "phase", "resume", "again", "state", "spare"], ["fault", "rank", *PARTS]]

@@ -1,9 +1,15 @@
 """What two runs have written, compared."""
 
+import json
+import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.utils.tensorboard import SummaryWriter
 
 from keepstep.drill.files import ComparedFile, compare_files
 
@@ -104,3 +110,122 @@ def test_files_of_torch_save_are_compared_value_by_value(first: Path, second: Pa
     assert compared() == [ComparedFile("rank0.pt", None), ComparedFile("rank1.pt", found)]
     (second / "out" / "rank0.pt").unlink()
     assert compared()[0] == ComparedFile("rank0.pt", "only the first run has written it")
+
+
+def write_dcp(folder: Path, values: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
+        dcp.save(values, checkpoint_id=folder, no_dist=True)
+
+
+def test_a_dcp_folder_is_compared_by_value(first: Path, second: Path) -> None:
+    values = {"model": {"a": torch.ones(3), "b": torch.zeros(2, 2)}, "step": 4}
+    write_dcp(first / "out" / "step-4", values)
+    write_dcp(second / "out" / "step-4", dict(reversed(values.items())))
+    assert (first / "out/step-4/.metadata").read_bytes() != (second / "out/step-4/.metadata").read_bytes()
+    assert compare_files(first, second, ["out"]) == [ComparedFile("out/step-4", None)]
+    assert compare_files(first, second, ["out/*/*.distcp"]) == [ComparedFile("out/step-4", None)]
+    write_dcp(second / "out" / "step-4", {**values, "step": 5})
+    assert compare_files(first, second, ["out"]) == [ComparedFile("out/step-4", "['step'] is 4 and 5")]
+    write_dcp(second / "out" / "step-4", {**values, "model": {"a": torch.ones(3), "b": torch.ones(2, 2)}})
+    found = "['model.b']: 4 of 4 values differ, by up to 1"
+    assert compare_files(first, second, ["out"]) == [ComparedFile("out/step-4", found)]
+    for broken in ("__0_0.distcp", ".metadata"):
+        (second / "out" / "step-4" / broken).write_bytes(b"cut off")
+        (file,) = compare_files(first, second, ["out"])
+        assert str(file.difference).startswith("its bytes differ, and torch.distributed.checkpoint does not read it: ")
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], **metadata: str) -> None:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    data = b""
+    for name, tensor in tensors.items():
+        raw = tensor.numpy().tobytes()
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": offsets}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_safetensors_are_compared_by_value(first: Path, second: Path) -> None:
+    one, other = (folder / "out" / "m.safetensors" for folder in (first, second))
+    tensors = {"a": torch.ones(2), "empty": torch.empty(0), "b": torch.zeros(3)}
+    write_safetensors(one, tensors, x="1", y="2")
+    write_safetensors(other, dict(reversed(tensors.items())), y="2", x="1")
+    assert one.read_bytes() != other.read_bytes()
+    assert compare_files(first, second, ["out"]) == [ComparedFile("out/m.safetensors", None)]
+    write_safetensors(other, {**tensors, "b": torch.tensor([0.0, 0.5, 0.0])}, x="1", y="2")
+    found = "['b']: 1 of 3 values differ, by up to 0.5"
+    assert compare_files(first, second, ["out"]) == [ComparedFile("out/m.safetensors", found)]
+    other.write_bytes(other.read_bytes()[:-4])
+    (file,) = compare_files(first, second, ["out"])
+    assert "the format of safetensors does not read it: the file is cut off" in str(file.difference)
+
+
+def write_events(folder: Path, values: list[float], begin: int = 0) -> None:
+    writer = SummaryWriter(str(folder), filename_suffix=f".{begin}")
+    for step, value in enumerate(values, start=begin):
+        writer.add_scalar("loss", value, step)
+    writer.close()
+
+
+def test_event_files_of_a_folder_are_compared_as_one_series(first: Path, second: Path) -> None:
+    pytest.importorskip("tensorboard")
+    write_events(first / "out", [3.0, 2.0, 1.0])
+    write_events(second / "out", [3.0, 2.0])
+    (missing,) = compare_files(first, second, ["out"])
+    name = "out/events.out.tfevents.*"
+    assert missing == ComparedFile(name, "['loss'][2] is there in only one of the runs")
+    write_events(second / "out", [2.0, 1.0], begin=1)  # as a replacement does
+    assert compare_files(first, second, ["out"]) == [ComparedFile(name, None)]
+    write_events(second / "out", [1.5], begin=2)
+    assert compare_files(first, second, ["out"]) == [ComparedFile(name, "['loss'][2] is 1.0 and [1.0, 1.5]")]
+
+
+def test_event_files_without_tensorboard_are_compared_by_their_bytes(
+    first: Path, second: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
+    for folder, data in ((first, b"a"), (second, b"b")):
+        (folder / "out" / f"events.out.tfevents.{folder.name}").write_bytes(data)
+    (file,) = compare_files(first, second, ["out"])
+    assert str(file.difference).startswith("its bytes differ, and tensorboard does not read it: ")
+    (second / "out" / "events.out.tfevents.second").write_bytes(b"a")
+    assert compare_files(first, second, ["out"]) == [ComparedFile("out/events.out.tfevents.*", None)]
+
+
+def test_a_symbolic_link_is_compared_as_what_it_leads_to(first: Path, second: Path) -> None:
+    for folder in (first, second):
+        for step in ("step-10", "step-20"):
+            (folder / "out" / step).mkdir()
+            (folder / "out" / step / "a.txt").write_text("a")
+        (folder / "out" / "last").symlink_to("step-20")
+    assert compare_files(first, second, ["out/last"]) == [ComparedFile("out/last", None)]
+    (second / "out" / "step-20" / "a.txt").write_text("b")
+    found = "out/step-20/a.txt: differs from byte 0 on"
+    assert compare_files(first, second, ["out/last"]) == [ComparedFile("out/last", found)]
+    (second / "out" / "last").unlink()
+    (second / "out" / "last").symlink_to("step-10")
+    found = "is a symbolic link to out/step-20 and out/step-10"
+    assert compare_files(first, second, ["out"])[0] == ComparedFile("out/last", found)
+
+
+def test_a_symbolic_link_out_of_the_working_directory_is_not_followed(first: Path, second: Path) -> None:
+    for folder in (first, second):
+        (folder / "out" / "data").symlink_to(folder.parent)
+        (folder / "out" / "up").symlink_to("..")
+    (data, up) = compare_files(first, second, ["out"])
+    assert data.difference == (
+        f"is a symbolic link out of the working directory, to {first.parent}, and is not followed"
+    )
+    assert up.difference is None
+
+
+def test_a_folder_reached_through_a_link_is_the_same_to_both(first: Path, second: Path, tmp_path: Path) -> None:
+    for folder in (first, second):
+        (folder / "out" / "config.yaml").write_text(f"folder: {folder}/out\n")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for way in (tmp_path / "link", tmp_path / "first" / ".."):
+        assert compare_files(way / "first", way / "second", ["out"]) == [ComparedFile("out/config.yaml", None)]

@@ -81,20 +81,24 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _show_faults(console: Console, rows: list[dict[str, Any]]) -> None:
-    table = Table(title="failures and their cost", caption="detect ... gap: milliseconds", box=box.SIMPLE_HEAD)
     tells_origin = any(row["state_from"] not in (None, Origin.REPLICA) for row in rows)
     tells_warmth = any(row["spare"] not in (None, Warmth.WARM) for row in rows)
     further = (*(("state",) if tells_origin else ()), *(("spare",) if tells_warmth else ()))
-    for column in ("fault", "rank", "phase", "resume", "again", *further, *PARTS):
-        is_text = column in ("fault", "phase", "state", "spare")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+    titles = ["fault", "rank", "phase", "resume", "again", *further, *PARTS]
+    lines = []
     for row in rows:
         cells = [row["fault"], row["rank"], row["phase"], row["resume_step"], row["steps_recomputed"]]
         cells += [row["state_from"] and row["state_from"].removesuffix(" in memory")] if tells_origin else []
         cells += [row["spare"]] if tells_warmth else []
         cells += [None if row[f"{part}_ms"] is None else f"{row[f'{part}_ms']:.1f}" for part in PARTS]
-        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
-    console.print(table)
+        lines.append(["-" if cell is None else str(cell) for cell in cells])
+    whole = _table(titles, lines)
+    if console.measure(whole, options=console.options.update(width=1000)).maximum <= console.width:
+        console.print(whole)
+    else:
+        at = len(titles) - len(PARTS)
+        console.print(_table(titles[:at], [line[:at] for line in lines], ""))
+        console.print(_table(titles[:2] + titles[at:], [line[:2] + line[at:] for line in lines]))
     console.print("resume: the step at which training resumed. again: steps recomputed because of the failure.")
     if tells_origin:
         console.print("state: where that of the rank came from. snapshot: of this rank, in the memory of its node.")
@@ -102,6 +106,16 @@ def _show_faults(console: Console, rows: list[dict[str, Any]]) -> None:
         console.print("spare: warm, waiting at its first step. half-warm: waiting for")
         console.print("a rank. cold: started after the failure.")
     console.print("gap: from the failure to the first completed step, that step's own compute included.")
+
+
+def _table(titles: list[str], lines: list[list[str]], caption: str = "detect ... gap: milliseconds") -> Table:
+    table = Table(title="failures and their cost", caption=caption, box=box.SIMPLE_HEAD)
+    for title in titles:
+        is_text = title in ("fault", "phase", "state", "spare")
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    return table
 
 
 def _show_files(console: Console, files: list[dict[str, Any]]) -> None:

@@ -133,7 +133,7 @@ def run_drill(options: JobOptions, drill: Drill, on_progress: OnProgress, folder
         if runfolder.is_occupied(folder / name):
             raise ConfigurationError(f"--run-dir {folder}: another drill is running there; name another folder")
     runfolder.move_aside(folder, names)
-    folder = folder.absolute()
+    folder = folder.resolve()  # as the script sees it
     first = _run(options, folder / REFERENCE, dataclasses.replace(drill, faults=[]), on_progress)
     if first.report["exit_code"] != 0:
         raise DrillFailed(f"the run without failures did not reach its end: {first.report['reason']}")

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from glob import escape
 from pathlib import Path
 
+from keepstep.drill.formats import (
+    DCP_METADATA,
+    DCP_SUFFIX,
+    EVENTS,
+    SAFETENSORS,
+    read_dcp,
+    read_events,
+    read_safetensors,
+)
 from keepstep.drill.saved import SUFFIXES, describe_difference
 
 _CHUNK_BYTES = 1 << 20
@@ -31,6 +42,7 @@ def compare_files(first: Path, second: Path, patterns: Sequence[str]) -> list[Co
         second: working directory of the other run.
         patterns: glob patterns relative to the directories. A folder means all files in it.
     """
+    first, second = first.resolve(), second.resolve()
     compared: dict[str, ComparedFile] = {}
     for pattern in patterns:
         here, there = set(_matches(first, pattern)), set(_matches(second, pattern))
@@ -42,24 +54,77 @@ def compare_files(first: Path, second: Path, patterns: Sequence[str]) -> list[Co
 
 
 def _matches(folder: Path, pattern: str) -> Iterator[str]:
+    """Yields the names of what is compared: files and links, a DCP folder as a whole, and a folder's event files."""
     for match in folder.glob(pattern):
-        for path in match.rglob("*") if match.is_dir() else [match]:
-            if path.is_file():
-                yield path.relative_to(folder).as_posix()
+        for path in match.rglob("*") if match.is_dir() and not match.is_symlink() else [match]:
+            if path.is_symlink() or path.is_file():
+                yield _unit(path).relative_to(folder).as_posix()
 
 
-def _difference(name: str, *folders: Path) -> str | None:
+def _unit(path: Path) -> Path:
+    if path.is_symlink():
+        return path
+    if fnmatchcase(path.name, EVENTS):
+        return path.parent / EVENTS
+    is_part = path.suffix == DCP_SUFFIX or path.name == DCP_METADATA
+    return path.parent if is_part and (path.parent / DCP_METADATA).is_file() else path
+
+
+def _difference(name: str, *folders: Path, follows: bool = True) -> str | None:
     first, second = (folder / name for folder in folders)
-    if not first.is_file():
+    written, other = _files(first), _files(second)
+    if first.is_symlink() or second.is_symlink():
+        return _link_difference(name, *folders, follows=follows)
+    if not written:
         return "only the second run has written it"
-    if not second.is_file():
+    if not other:
         return "only the first run has written it"
-    at = _first_differing_byte(first, second)
-    if at is None:
+    pairs = zip(written, other, strict=False)
+    if len(written) == len(other) and all(_first_differing_byte(*pair) is None for pair in pairs):
         return None
+    places = [str(folder) for folder in folders]
+    if first.name == EVENTS:
+        return describe_difference(first, second, places, read_events, "tensorboard")
+    if first.is_dir() and second.is_dir():
+        return describe_difference(first, second, places, read_dcp, "torch.distributed.checkpoint")
+    if first.suffix == SAFETENSORS:
+        return describe_difference(first, second, places, read_safetensors, "the format of safetensors")
     if first.suffix in SUFFIXES:
-        return describe_difference(first, second, [str(folder) for folder in folders])
-    return None if _is_same_text(name, *folders) else f"differs from byte {at} on"
+        return describe_difference(first, second, places)
+    return None if _is_same_text(name, *folders) else f"differs from byte {_first_differing_byte(first, second)} on"
+
+
+def _files(path: Path) -> list[Path]:
+    """Returns the files behind a name from `_matches`, in the order of their names."""
+    if path.name == EVENTS:
+        return sorted(path.parent.glob(EVENTS))
+    if path.is_dir():
+        return sorted([*path.glob(DCP_METADATA), *path.glob(f"*{DCP_SUFFIX}")])
+    return [path] if path.is_file() else []
+
+
+def _link_difference(name: str, *folders: Path, follows: bool) -> str | None:
+    """Compares symbolic links: the places they lead to, and what is there. Those in there are not followed again."""
+    targets: list[str] = []
+    for folder, run in zip(folders, ("first", "second"), strict=True):
+        link = folder / name
+        if not link.is_symlink():
+            return f"is a symbolic link in only one of the runs, and not in the {run} one"
+        try:
+            target = link.resolve()
+        except RuntimeError:  # Python 3.11 and 3.12 raise it where links form a circle
+            return "is a symbolic link that leads to itself"
+        if not target.is_relative_to(folder):
+            return f"is a symbolic link out of the working directory, to {target}, and is not followed"
+        targets.append(target.relative_to(folder).as_posix())
+    if targets[0] != targets[1]:
+        return f"is a symbolic link to {targets[0]} and {targets[1]}"
+    if not follows or (folders[0] / name).parent.is_relative_to(folders[0] / targets[0]):
+        return None
+    for inside in sorted({each for folder in folders for each in _matches(folder, escape(targets[0]))}):
+        if (found := _difference(inside, *folders, follows=False)) is not None:
+            return f"{inside}: {found}"
+    return None
 
 
 def _is_same_text(name: str, *folders: Path) -> bool:

@@ -1,36 +1,40 @@
-"""Compares two files of ``torch.save`` value by value, because equal values do not always give equal bytes."""
+"""Compares two checkpoints or logs value by value, because equal values do not always give equal bytes."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from keepstep.drill.formats import read_saved
+
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 """Common file name suffixes of files from ``torch.save``."""
 
 
-def describe_difference(first: Path, second: Path, folders: Sequence[str] = ("", "")) -> str | None:
+def describe_difference(
+    first: Path,
+    second: Path,
+    folders: Sequence[str] = ("", ""),
+    read: Callable[[Path], Any] = read_saved,
+    by: str = "torch.load(weights_only=True)",
+) -> str | None:
     """Describes the first value in which two files differ. Returns None if all values are equal bit for bit.
-
-    It loads the files with ``torch.load(weights_only=True)``, because other pickles could run code.
 
     Args:
         first: one of the files.
         second: the other.
         folders: folder of the first run and of the second one. Strings with these paths are compared relative to them.
+        read: returns the values in a file.
+        by: what reads them, as the user knows it.
     """
     try:
-        with warnings.catch_warnings():
-            # torch 2.15 warns that it checks the indices of sparse tensors, which is what we want.
-            warnings.filterwarnings("ignore", message="Validating sparse tensor invariants")
-            loaded = [torch.load(path, map_location="cpu", weights_only=True) for path in (first, second)]
+        loaded = [read(path) for path in (first, second)]
     except Exception as error:  # the file may be broken in any way; the bytes differ in any case
         reason = str(error).strip().partition("\n")[0]
-        return f"its bytes differ, and torch.load(weights_only=True) does not read it: {reason:.120}"
+        return f"its bytes differ, and {by} does not read it: {reason:.120}"
     return _compare("", *(_without(folder, value) for folder, value in zip(folders, loaded, strict=True)))
 
 

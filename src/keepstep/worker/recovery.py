@@ -57,9 +57,11 @@ class Recovery:
         checkpoints: Checkpoints | None,
         snapshots: Snapshots | None,
         run_dir: str,
+        checkpoint_root: str | None,
     ) -> None:
         self._coordination = coordination
         self._run_dir = run_dir
+        self._checkpoint_root = checkpoint_root
         self._machine = coordination.machine
         self._state = state
         self._attempt = attempt
@@ -135,8 +137,8 @@ class Recovery:
             return
         self._has_told_of_rescue = True
         try:
-            parent = rescue_parent(self._run_dir)
-            if parent.samefile(os.curdir):
+            parent = rescue_parent(self._run_dir, self._checkpoint_root)
+            if parent.samefile(self._checkpoint_root or os.curdir):
                 return
             where = f"would be in {parent}"
         except OSError as error:  # also: the working directory is deleted
@@ -457,7 +459,13 @@ class Recovery:
             if self._checkpoints is not None and not (self._share.is_all or order.in_doubt):
                 path = self._checkpoints.rescue(at, self._share)
             else:
-                path = rescue(self._state, at, self._share, rescue_parent(self._run_dir), in_doubt=order.in_doubt)
+                path = rescue(
+                    self._state,
+                    at,
+                    self._share,
+                    rescue_parent(self._run_dir, self._checkpoint_root),
+                    in_doubt=order.in_doubt,
+                )
         except (OSError, RuntimeError, StateMismatch, NothingToRecoverFrom) as error:
             problem = text(error)
         moving.end()

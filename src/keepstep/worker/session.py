@@ -408,6 +408,7 @@ class Session(Loops):
             checkpoints,
             snapshots,
             tempfile.gettempdir() if self._settings is None else self._settings.run_dir,
+            None if self._settings is None else self._settings.checkpoint_root,
         )
         self._set_controller(
             StepController(

@@ -390,15 +390,16 @@ def test_a_rescue_is_where_this_process_can_write(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     closed: set[Path] = set()
     monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) not in closed)  # root may write anywhere
-    assert rescue_parent(str(run_dir)) == here
+    assert rescue_parent(str(run_dir), None) == here
+    assert rescue_parent(str(run_dir), str(run_dir)) == run_dir, "in a drill"
     closed.add(here)
-    assert rescue_parent(str(run_dir)) == run_dir
+    assert rescue_parent(str(run_dir), None) == run_dir
     here.rmdir()
     closed.add(run_dir)
-    assert rescue_parent(str(run_dir)) == temporary
+    assert rescue_parent(str(run_dir), None) == temporary
     closed.add(temporary)
     with pytest.raises(OSError, match=r"neither the working directory nor .*run nor the folder for temporary files"):
-        rescue_parent(str(run_dir))
+        rescue_parent(str(run_dir), None)
 
 
 def test_a_rescue_holds_everything_and_can_be_put_in_place(tmp_path: Path, seed: int) -> None:

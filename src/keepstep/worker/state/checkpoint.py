@@ -314,15 +314,23 @@ class Checkpoints:
             raise RemoteProtocolError(f"the checkpoint {path} cannot be loaded: {error}") from error
 
 
-def rescue_parent(run_dir: str) -> Path:
+def rescue_parent(run_dir: str, root: str | None) -> Path:
     """Returns the folder in which a rescue makes its own: the first of these that this process can write to.
 
     They are the working directory, the run folder on this node, and the folder for temporary files.
 
+    Args:
+        run_dir: the run folder.
+        root: where a drill's checkpoints go, instead of the working directory; None outside of drills.
+
     Raises:
         OSError: it can write to none.
     """
-    for find in (os.getcwd, lambda: run_dir, tempfile.gettempdir):
+
+    def here() -> str:
+        return os.getcwd() if root is None else root
+
+    for find in (here, lambda: run_dir, tempfile.gettempdir):
         with contextlib.suppress(OSError):  # the working directory may be deleted
             if os.access(found := find(), os.W_OK | os.X_OK):
                 return Path(found)
