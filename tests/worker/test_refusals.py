@@ -358,9 +358,16 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "worker.jobstore.store_client:StoreClient.ask": (
         "`get()` of a key that no rank has set, raise a `UsageError` there",
     ),
-    "worker.once:Once.__init__": ("",),
+    "worker.once:_check": ("",),
+    "worker.once:agreed": ("made of numbers, strings, lists and dicts", "takes at most 64 KiB"),
     "worker.once:Once.__enter__": ("",),
     "worker.publication:StepPublication.__init__": ("",),
+    "worker.exchange:StartUpExchange.first_step": ("Call it before the loop, on every rank",),
+    "worker.groups.registry:GroupRegistry.outside_start_up": ("it creates no process group",),
+    "worker.session:Session.agree": ("is asked for before the steps or between two of them",),
+    "worker.session:Session.resume": ("Call it before the loop", "return int(saved[-1].stem)"),
+    "worker.session:Session._first_step": ("so leave `start` out",),
+    "worker.state.layout:check_first_step": ("all must load the same file",),
     "worker.session:init": ("Call it before `DDP(...)` and before creating any group",),
     "worker.session:Session.publish_weights": (
         "`session.publish_weights(folder, model, every=10)`, called after `protect()`",
