@@ -19,7 +19,7 @@ from keepstep.dashboard.process import serving
 from keepstep.sim.run import case_of, run
 from keepstep.trace.timeline.run import Run
 
-SEED = 1073
+SEED = 1011
 """Some seed whose job has several recoveries, and trains to its end."""
 # In both themes a hue is within these bounds of (hue, saturation, value), each from 0 to 255.
 HUES = {"blue": (140, 165), "green": (90, 115), "orange": (8, 25), "purple": (178, 200)}
@@ -163,7 +163,8 @@ def test_the_report_is_linked(page: Page, ended: str) -> None:
     with page.context.expect_page() as caught:
         page.get_by_role("link", name="Report").click()
     row(caught.value, 1).wait_for()
-    expect(caught.value.locator("#story-recoveries li").first).to_contain_text("Training resumed at step")
+    told = caught.value.locator("#story-recoveries li").filter(has_text="Training resumed at step")
+    expect(told.first).to_be_visible()
 
 
 def test_who_has_no_token_gets_instructions(page: Page, ended: str) -> None:

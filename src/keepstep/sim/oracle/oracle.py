@@ -116,8 +116,9 @@ class Oracle:
         self._in_doubt: list[SimulatedProcess] = []
         """Processes that hold copies in doubt, and are to save them because nothing else is left."""
         self._log_of: int | None = None
-        self._folder: bytes | None = None
         """The process that has opened the job's log."""
+        self._folder: bytes | None = None
+        """What the processes have agreed on."""
         self._fetching: SimulatedProcess | None = None
 
     # ---- reports of the world ---------------------------------------------------------------------------------------
