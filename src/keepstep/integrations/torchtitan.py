@@ -53,6 +53,8 @@ from keepstep.worker.values.attributes import from_bytes, to_bytes
 
 TESTED = ((0, 3), (0, 4))
 """Releases of torchtitan for which the tests have passed, from and below."""
+NEWEST = -1
+"""``checkpoint.load_step`` for the newest checkpoint."""
 MAX_POSITION_BYTES = 48 << 10
 """Limit for a loader's compressed position; rank-local values may take 64 KiB (`keepstep.worker.values.declared`)."""
 _POSITION = "the state of the dataloader"
@@ -118,8 +120,10 @@ class TitanMixin(_Base):
         self._was_entered = True
         config = self.config
         structured_logger.log_trace_instant("training_start")
-        if not self.session.is_late:
-            self.checkpointer.load(step=config.checkpoint.load_step)
+        if config.checkpoint.enable and config.checkpoint.load_step == NEWEST:
+            self.session.resume(self._load)
+        elif not self.session.is_late:
+            self._load()
         self._protect()
         self._enter()
         self._first_step = self.step
@@ -129,6 +133,9 @@ class TitanMixin(_Base):
         logger.info("Training completed")
 
     # ---- what they need ---------------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        self.checkpointer.load(step=self.config.checkpoint.load_step)
 
     def _protect(self) -> None:
         _settle(self.loss_fn)
@@ -238,7 +245,8 @@ class TitanMixin(_Base):
         if type(metrics.logger) is BaseLogger:
             metrics.tell(line)
             return
-        with self.session.once(f"torchtitan: rank {self.session.rank}, unit {index}, line {number}") as mine:
+        name = f"torchtitan: rank {self.session.rank}, step {self.step}, unit {index}, line {number}"
+        with self.session.once(name) as mine:
             if mine:
                 metrics.tell(line)
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from keepstep.errors import ConfigurationError, StateMismatch
-from keepstep.weights.memory.blocks import local_of
+from keepstep.weights.memory.blocks import is_dtensor, local_of
 from keepstep.weights.memory.bytes_of import other_than_memory
 from keepstep.worker.state import tree
+from keepstep.worker.state.rearranged import beside_parameters
 
 _EXTRA_STATE = "_extra_state"
 """torch's key for what ``get_extra_state()`` returns (``torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX``)."""
@@ -50,7 +51,7 @@ class OwnModuleState:
 
     def read(self) -> dict[str, Any]:
         """What it says beyond its parameters and buffers, by key. Nothing is copied."""
-        beyond = self._beyond(self._whole())
+        beyond = self._said()
         self._num_empty = 0 if beyond else self._num_empty + 1
         return beyond
 
@@ -84,10 +85,10 @@ class OwnModuleState:
         Raises:
             StateMismatch: the module refuses it.
         """
-        whole = self._whole()
-        present = self._beyond(whole)
+        present = self._said()
         if not beyond and not present:
             return
+        whole = self._whole()
         for key in present.keys() - beyond.keys():
             del whole[key]
         whole.update(tree.put_into(present, tree.placed(beyond, present)))
@@ -105,6 +106,12 @@ class OwnModuleState:
                 raise StateMismatch(f"{self.path} does not load its own state: {error}") from error
         if errors:
             raise StateMismatch(f"{self.path} does not load its own state: {errors[0]}")
+
+    def _said(self) -> dict[str, Any]:
+        found = None
+        if self._with_children and any(map(is_dtensor, _tensors_of(self._module, True))):
+            found = beside_parameters(self._module, self._whole)
+        return self._beyond(self._whole() if found is None else found)
 
     def _whole(self) -> dict[str, Any]:
         module = self._module
