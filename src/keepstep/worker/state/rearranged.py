@@ -19,10 +19,30 @@ from torch.utils._pytree import tree_leaves
 
 _MOVES = frozenset(
     "aten::" + name
-    for name in (
-        "_to_copy _unsafe_view alias cat clone detach expand index_select narrow permute reshape select slice split "
-        "split_with_sizes squeeze stack t transpose unbind unsqueeze view"
-    ).split()
+    for name in [
+        "_to_copy",
+        "_unsafe_view",
+        "alias",
+        "cat",
+        "clone",
+        "detach",
+        "expand",
+        "index_select",
+        "narrow",
+        "permute",
+        "reshape",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "stack",
+        "t",
+        "transpose",
+        "unbind",
+        "unsqueeze",
+        "view",
+    ]
 )
 """Operations whose results consist of elements of their tensors."""
 
