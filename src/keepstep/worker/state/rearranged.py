@@ -17,33 +17,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_MOVES = frozenset(
-    "aten::" + name
-    for name in [
-        "_to_copy",
-        "_unsafe_view",
-        "alias",
-        "cat",
-        "clone",
-        "detach",
-        "expand",
-        "index_select",
-        "narrow",
-        "permute",
-        "reshape",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "stack",
-        "t",
-        "transpose",
-        "unbind",
-        "unsqueeze",
-        "view",
-    ]
-)
+# fmt: off
+_MOVES = frozenset((
+    "aten::_to_copy", "aten::_unsafe_view", "aten::alias", "aten::cat", "aten::clone", "aten::detach",
+    "aten::expand", "aten::index_select", "aten::narrow", "aten::permute", "aten::reshape", "aten::select",
+    "aten::slice", "aten::split", "aten::split_with_sizes", "aten::squeeze", "aten::stack", "aten::t",
+    "aten::transpose", "aten::unbind", "aten::unsqueeze", "aten::view",
+))
+# fmt: on
 """Operations whose results consist of elements of their tensors."""
 
 
@@ -108,17 +89,18 @@ def _tensors_in(values: Any) -> list[torch.Tensor]:
 def _stand_ins(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     """A context in which tensors without memory are in the places of the module's parameters and buffers."""
     made: dict[int, torch.Tensor] = {}
-    held = [(tensors, dict(tensors)) for part in module.modules() for tensors in (part._parameters, part._buffers)]
+    tables: list[dict[str, Any]] = [table for part in module.modules() for table in (part._parameters, part._buffers)]
+    held = [(table, dict(table)) for table in tables]
     try:
-        for tensors, own in held:
+        for table, own in held:
             for name, tensor in own.items():
                 if tensor is not None:
-                    tensors[name] = made.setdefault(id(tensor), _like(tensor))
+                    table[name] = made.setdefault(id(tensor), _like(tensor))
         yield list(made.values())
     finally:
-        for tensors, own in held:
-            tensors.clear()
-            tensors.update(own)
+        for table, own in held:
+            table.clear()
+            table.update(own)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
