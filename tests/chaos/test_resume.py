@@ -69,6 +69,7 @@ def test_what_is_not_one_answer_is_refused(flags: list[object], message: str, tm
 
 def test_a_script_that_loads_by_itself_is_told_of_it(tmp_path: Path) -> None:
     """Its replacement loads a file that the other ranks have not loaded, with collectives that they do not run."""
-    code, _out, err = run("run", *JOB, SCRIPT, tmp_path, "--by-itself", "--sharded", "--kill-at", 12)
+    job = ("run", *JOB, SCRIPT, tmp_path, "--by-itself", "--sharded", "--kill-at", 12)
+    code, _out, err = run(*job, cwd=tmp_path)  # the job cannot go on, and saves its state there
     assert code == 76
     assert re.search(r"at \S+resumes\.py:\d+: .*session\.resume\(load\)", err), err
