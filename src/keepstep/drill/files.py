@@ -79,8 +79,9 @@ def _difference(name: str, *folders: Path, follows: bool = True) -> str | None:
         return "only the second run has written it"
     if not other:
         return "only the first run has written it"
-    pairs = zip(written, other, strict=False)
-    if len(written) == len(other) and all(_first_differing_byte(*pair) is None for pair in pairs):
+    bytes_at = (_first_differing_byte(*pair) for pair in zip(written, other, strict=False))
+    at = next((at for at in bytes_at if at is not None), None)
+    if at is None and len(written) == len(other):
         return None
     places = [str(folder) for folder in folders]
     if first.name == EVENTS:
@@ -91,7 +92,7 @@ def _difference(name: str, *folders: Path, follows: bool = True) -> str | None:
         return describe_difference(first, second, places, read_safetensors, "the format of safetensors")
     if first.suffix in SUFFIXES:
         return describe_difference(first, second, places)
-    return None if _is_same_text(name, *folders) else f"differs from byte {_first_differing_byte(first, second)} on"
+    return None if _is_same_text(name, *folders) else f"differs from byte {at} on"
 
 
 def _files(path: Path) -> list[Path]:

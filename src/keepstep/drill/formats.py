@@ -1,7 +1,7 @@
 """Reads checkpoints and event files whose equal values do not always give equal bytes.
 
-A reader gets the path that `keepstep.drill.files` compares. It returns nested dicts, lists, tensors and plain values,
-and raises whatever its library raises if it cannot read the path.
+A reader gets the path that `keepstep.drill.files` compares. It returns nested dicts, lists, tensors and plain values.
+If it cannot read the path, it raises what its library raises.
 """
 
 from __future__ import annotations

@@ -521,7 +521,8 @@ class Session(Loops):
 
         Args:
             load: loads the newest checkpoint, if there is one, and returns the number of steps that it has completed:
-                ``step.index + 1`` where it was saved. 0 or None: there is none.
+                ``step.index + 1`` where it was saved; at the end of an epoch of `epochs`, which counts as a step,
+                ``step.index + 2``. 0 or None: there is none.
 
         Raises:
             UsageError: after the first step, ``load`` has returned something else or created a process group, or the

@@ -263,3 +263,22 @@ def test_what_is_drawn_outside_of_a_step_is_drawn_again(at: tuple[str, int]) -> 
     (undisturbed,), (again,) = run_ranks(1, drawn, None), run_ranks(1, drawn, at)
     assert again == undisturbed
     assert len(set(undisturbed.values())) == len(undisturbed)
+
+
+def resumed(_rank: int, _size: int) -> list[tuple[str, int]]:
+    """What is left of a training whose checkpoint was saved at the end of its second epoch."""
+    mine = Epochs()
+    last_step = 2 * (STEPS + 1) - 2
+    assert mine.training.session.resume(lambda: last_step + 2) == 2 * (STEPS + 1)
+    for epoch in mine.epochs:
+        for step, batch in epoch:
+            with step:
+                mine.seen.append(("step", step.epoch * STEPS + step.position))
+                mine.step(batch)
+        mine.seen.append(("end", epoch))
+    return mine.seen
+
+
+def test_a_checkpoint_that_was_saved_at_the_end_of_an_epoch_is_resumed_with_the_next_one() -> None:
+    [seen] = run_ranks(1, resumed)
+    assert seen == whole()[2 * (STEPS + 1) :]

@@ -48,10 +48,9 @@ class WorkerReady(Message, frozen=True):
     """The worker waits at its first step, and its script has protected all state.
 
     ``reach`` is empty if the start-up ran on an echoing group; else it contains the script's first step. ``snapshots``
-    are the steps of the checkpoints and snapshots that the worker can read. ``checkpointing``: keepstep
-    writes checkpoints. ``resumes``: fresh ranks load the script's own newest checkpoint, or begin at the first step if
-    there is none. ``timeout_s``: the longest timeout of its groups, for which the script has others wait for a busy
-    rank.
+    are the steps of the checkpoints and snapshots that the worker can read. ``checkpointing``: keepstep writes
+    checkpoints. ``resumes``: fresh ranks load the script's own newest checkpoint, or begin at the first step if there
+    is none. ``timeout_s``: the longest timeout of its groups, for which the script has others wait for a busy rank.
     """
 
     worker: int

@@ -45,7 +45,8 @@ class Claims:
             case "agree":
                 is_first = request.name not in self._agreed
                 value = self._agreed.setdefault(request.name, request.value)
-                self._answer(request.worker, request.request, request.name, is_mine=is_first, value=value)
+                reason = f"agree {request.name!r}: {'its value' if is_first else 'an earlier value'} is that of all"
+                self._send(OnceAnswered(request.worker, request.request, is_first, value), reason)
             case "hold" if claim is not None and claim.is_done:
                 self._answer(request.worker, request.request, request.name, is_mine=False)
             case "hold":
@@ -86,8 +87,11 @@ class Claims:
         if claim.holder is None:
             self._open.discard(name)
 
-    def _answer(self, worker: int, request: int, name: str, *, is_mine: bool, value: bytes = b"") -> None:
-        asked = self._roster.workers[worker]
+    def _answer(self, worker: int, request: int, name: str, *, is_mine: bool) -> None:
+        reason = f"once {name!r}: {'it is the first' if is_mine else 'another one has it, or had'}"
+        self._send(OnceAnswered(worker, request, is_mine, b""), reason)
+
+    def _send(self, answer: OnceAnswered, reason: str) -> None:
+        asked = self._roster.workers[answer.worker]
         if not asked.lost:
-            reason = f"once {name!r}: {'it is the first' if is_mine else 'another one has it, or had'}"
-            self._orders.send(asked.node, OnceAnswered(worker, request, is_mine, value), reason)
+            self._orders.send(asked.node, answer, reason)

@@ -34,18 +34,14 @@ class Decision:
     memory."""
 
 
-def begins_again(progress: Progress, roster: Roster, step: int) -> bool:
+def begins_again(progress: Progress, roster: Roster, step: int, *, resumes: bool) -> bool:
     """Returns whether fresh ranks would begin at step 0, without a checkpoint, although the job has trained before.
 
-    A script that has looked for a checkpoint of its own may: it knows that there is none, or how far its own one is.
+    With ``resumes`` they may: their script has looked for a checkpoint of its own, and has found none.
     """
-    if not progress.would_begin_again(step):
+    if resumes or not progress.would_begin_again(step):
         return False
-    return not any(step in snapshots_of(worker) or _resumes(worker) for worker in roster.holders())
-
-
-def _resumes(worker: Worker) -> bool:
-    return worker.ready is not None and worker.ready.resumes
+    return not any(step in snapshots_of(worker) for worker in roster.holders())
 
 
 def ready_now(worker: Worker, generation: int) -> bool:

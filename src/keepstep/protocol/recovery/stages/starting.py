@@ -93,7 +93,7 @@ class Starting(JobStage):
             return None
         job.membership = job.roster.membership()
         step = reachable_step(job.roster, job.snapshots, job.membership, job.generation)
-        if step is None or begins_again(job.progress, job.roster, step):
+        if step is None or begins_again(job.progress, job.roster, step, resumes=job.resumes):
             return ToEnded(verdicts.no_checkpoint_found(job.progress.trained_to))
         return ToRecovering(step)
 

@@ -132,7 +132,7 @@ class Stopping(RecoveryStage):
             return ToEnded(verdicts.failed_everywhere(record.detail))
         if (step := reachable_step(job.roster, job.snapshots, job.membership, job.generation)) is None:
             return self._no_step_is_reached(now_s)
-        if begins_again(job.progress, job.roster, step):
+        if begins_again(job.progress, job.roster, step, resumes=job.resumes):
             return ToEnded(verdicts.no_checkpoint_found(job.progress.trained_to))
         if self._is_stuck_again(step):
             return ToRescuing(f"all ranks wait in the same step again, with groups connected anew: {record.detail}")

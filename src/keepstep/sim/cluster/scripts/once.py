@@ -17,13 +17,13 @@ FETCH_S = 0.3
 
 
 class OnceScript:
-    """Does so for all processes of a run. Training does not wait for it."""
+    """Sends these requests for all processes of a run, and performs what is granted. Training does not wait for it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def ask(self, worker: SimulatedProcess) -> None:
-        """Requests everything for a process that begins its start-up."""
+        """Sends the requests of a process that begins its start-up."""
         if self._world.layout.asks_once:
             worker.repeat_report(msg.OnceRequested(worker.number, CLAIM, "claim", "log", b""))
             worker.repeat_report(msg.OnceRequested(worker.number, HOLD, "hold", "data", b""))
