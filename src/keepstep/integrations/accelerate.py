@@ -30,6 +30,7 @@ from keepstep.errors import UsageError
 from keepstep.worker.loop.epochs import Epoch
 from keepstep.worker.loop.foreign import numbered
 from keepstep.worker.loop.late_rank import have_accelerate_wait
+from keepstep.worker.loop.step import Step
 from keepstep.worker.session import current_session, init
 
 have_accelerate_wait(current_session)
@@ -51,7 +52,9 @@ class KeepstepAccelerator(Accelerator):
         self._wrapped: list[torch.nn.Module] = []
         """The wrapped models that `prepare` returned."""
 
-    def epochs(self, loader: DataLoader[Any], num_epochs: int, **options: Any) -> Iterator[PreparedEpoch]:
+    def epochs(
+        self, loader: DataLoader[Any], num_epochs: int, *, updates: int = 1, **options: Any
+    ) -> Iterator[PreparedEpoch]:
         """Protects all prepared objects and all objects registered for checkpointing, and yields a loader's epochs.
 
         See `Session.epochs`. A step has ``gradient_accumulation_steps`` batches.
@@ -59,6 +62,7 @@ class KeepstepAccelerator(Accelerator):
         Args:
             loader: a loader that `prepare` returned.
             num_epochs: number of epochs of the whole training, not of this run.
+            updates: steps that get the same batch; see `Session.batches`.
             options: further arguments for `Session.protect`.
 
         Raises:
@@ -69,7 +73,7 @@ class KeepstepAccelerator(Accelerator):
         self._has_begun = True
         self.session.protect(**self._protected(), **options)
         accumulate = self.gradient_accumulation_steps
-        for epoch in self.session.epochs(loader, num_epochs, accumulate=accumulate):
+        for epoch in self.session.epochs(loader, num_epochs, accumulate=accumulate, updates=updates):
             yield PreparedEpoch(self, epoch)
 
     def prepare(self, *arguments: Any, **keywords: Any) -> Any:
@@ -124,23 +128,23 @@ class PreparedEpoch(int):
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)  # pickled as a plain int
 
-    def run(self, function: Callable[[int, Any], object]) -> None:
+    def run(self, function: Callable[[Step, Any], object]) -> None:
         """Calls a function with each remaining batch. If a step is interrupted, it repeats the calls of that step.
 
         Args:
-            function: the body of a loop over ``enumerate(loader)``. It gets the number of the batch in the epoch, from
-                0, and the batch. With gradient accumulation a step consists of several calls.
+            function: the body of a loop over ``enumerate(loader)``. It gets the step, which is an int: the number of
+                the batch in the epoch, from 0; and the batch. With gradient accumulation a step consists of several
+                calls.
         """
         accumulate = self._accelerator.gradient_accumulation_steps
         with _LoaderState(self._accelerator.gradient_state) as state:
             for step, batches in self._epoch:
-                assert step.position is not None
                 with step:
                     self._accelerator.step = 0  # it counts batches, to know with which one gradients are complete
                     group = batches if accumulate > 1 else [batches]
                     for number, batch in enumerate(group):
                         state.end_of_dataloader = step.is_epoch_end and number == len(group) - 1
-                        function(step.position * accumulate + number, batch)
+                        function(step.numbered(step * accumulate + number), batch)
 
 
 class _LoaderState:

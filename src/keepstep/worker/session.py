@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -454,7 +454,9 @@ class Session(Loops):
         path = Path(directory) if root is None else Path(root) / Path(directory).name
         return Checkpoints(self._state, path, every)
 
-    def state(self, name: str = "", /, *, per_rank: bool = False, **values: Any) -> State:
+    def state(
+        self, name: str = "", /, *, per_rank: bool = False, reset: Literal["epoch"] | None = None, **values: Any
+    ) -> State:
         """Declares values of the script that must survive a failure, as the attributes of one object.
 
         A replacement gets them, undoing a step restores them, and checkpoints contain them. Call it on every rank
@@ -465,6 +467,8 @@ class Session(Loops):
             per_rank: each rank has its own values, and a replacement gets those of the rank that it replaces. They may
                 be set from the start of a step to its first ``optimizer.step()``. If False, all ranks must set the same
                 values, at any time.
+            reset: "epoch": the values begin anew with the first step of each epoch of `batches` or `epochs`, for sums
+                of an epoch. They are there at its end, also on a replacement.
             values: each attribute with its first value: numbers, strings, bytes, None, tensors, and lists, tuples,
                 sets and dicts of them.
 
@@ -472,7 +476,7 @@ class Session(Loops):
             ConfigurationError: a value cannot be sent to another process, or a name is declared twice.
             UsageError: called after the first step.
         """
-        declared = self._declared.declare(name, per_rank, values)
+        declared = self._declared.declare(name, per_rank, values, reset)
         if self._state is not None:
             self._state.others |= self._declared.objects
         return declared

@@ -88,6 +88,8 @@ class StepController:
         self._checked: set[torch.optim.Optimizer] = set()
         """The optimizers that have made an update in this process."""
         self._final_digest = final_digest
+        self.epoch_length: int | None = None
+        """Number of steps of an epoch, its end included if that is one; None: the loop has no epochs."""
         self._num_steps = 0
         self._index: int | None = None
         """The step that was yielded last and has not ended."""
@@ -164,7 +166,8 @@ class StepController:
         self._index = self._last_index = index
         self._was_begun = False
         self._deferred.clear()
-        self._undoing.hand_out(index)
+        is_first = None if self.epoch_length is None else index % self.epoch_length == 0
+        self._undoing.hand_out(index, is_first)
         self._recovery.hand_out(index)
         self.seed_before_step()
 

@@ -50,14 +50,16 @@ class Numbers(Dataset[torch.Tensor]):
         return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()])
 
 
-def of(loader: Any, steps: Any = None, *, epochs: int = 3, accumulate: int = 1, seed: int = 5) -> Batches:
+def of(
+    loader: Any, steps: Any = None, *, epochs: int = 3, accumulate: int = 1, updates: int = 1, seed: int = 5
+) -> Batches:
     """Batches of a script that is handed these steps, or all in their order."""
 
     def hand_out(num_steps: int) -> Iterator[Any]:
         controller: Any = types.SimpleNamespace(is_interruption=lambda error: False)
         return iter([Step(controller, index, 0, False) for index in (range(num_steps) if steps is None else steps)])
 
-    return Batches(Reading(loader, epochs, accumulate, seed, lambda: 1), hand_out)
+    return Batches(Reading(loader, epochs, accumulate, seed, lambda: 1, updates=updates), hand_out)
 
 
 def content(batches: Batches) -> list[Any]:
@@ -525,3 +527,22 @@ def test_random_samplers_that_share_a_generator() -> None:
         return DataLoader(Numbers(9), batch_size=2, sampler=sampler, generator=generator)
 
     assert content(of(make())) == plain(make())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_steps_that_get_the_same_batch_get_it_as_it_was(accumulate: int, num_workers: int) -> None:
+    """The script changes what it is given, and its step 3 is repeated."""
+    loader = DataLoader(Numbers(8, draws=True), batch_size=2, num_workers=num_workers)
+    once = content(of(loader, epochs=2, accumulate=accumulate))
+    steps = [number for number in range(4 * len(once) // 2) for _ in range(1 + (number == 3))]
+    found, updates = [], []
+    for step, batch in of(loader, steps, epochs=2, accumulate=accumulate, updates=2):
+        parts = batch if isinstance(batch, list) else [batch]
+        found.append([part.tolist() for part in parts] if isinstance(batch, list) else batch.tolist())
+        updates.append((step.update, step.is_epoch_end))
+        for part in parts:
+            part.data.mul_(2)
+    assert found == [once[number // 2] for number in steps]
+    per_epoch = len(once)
+    assert updates == [(number % 2, number % per_epoch == per_epoch - 1) for number in steps]

@@ -282,3 +282,57 @@ def resumed(_rank: int, _size: int) -> list[tuple[str, int]]:
 def test_a_checkpoint_that_was_saved_at_the_end_of_an_epoch_is_resumed_with_the_next_one() -> None:
     [seen] = run_ranks(1, resumed)
     assert seen == whole()[2 * (STEPS + 1) :]
+
+
+def summed(_rank: int, _size: int, at: tuple[str, int] | None, form: str, per_rank: bool) -> Any:
+    """What the sums of each epoch are at its end, where the rank is stopped at a place."""
+    mine = Epochs()
+    sums = mine.training.session.state(per_rank=per_rank, reset="epoch", seen=0, numbers=[])
+    found = {}
+
+    def body(step: Any, batch: Any) -> None:
+        mine.seen.append(("step", step.epoch * STEPS + step.position))
+        sums.seen += len(batch[0])
+        sums.numbers.append(int(step) if form == "nested" else step.position)
+        if at:
+            mine.stop_at(at)
+        mine.step(batch)
+
+    if form == "nested":
+        for epoch in mine.epochs:
+            epoch.run(body)
+            found[int(epoch)] = (sums.seen, list(sums.numbers))
+            mine.seen.append(("end", epoch))
+            if at:
+                mine.stop_at(at)
+        return found
+    for step, batch in mine.training.session.batches(mine.loader, epochs=NUM_EPOCHS):
+        if form == "with":
+            with step:
+                body(step, batch)
+        else:
+            mine.training.session.run_step(body, step, batch)
+        if step.is_epoch_end and (step.committed or form == "run_step"):
+            found[step.epoch] = (sums.seen, list(sums.numbers))
+    return found
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+@pytest.mark.parametrize("form", ["nested", "with", "run_step"])
+@pytest.mark.parametrize("at", [None, ("step", 0), ("step", STEPS), ("step", 2 * STEPS - 1), ("end", 1)])
+def test_sums_of_an_epoch_begin_anew_with_it(at: tuple[str, int] | None, form: str, per_rank: bool) -> None:
+    [found] = run_ranks(1, summed, at, form, per_rank)
+    assert found == dict.fromkeys(range(NUM_EPOCHS), (8 * STEPS, list(range(STEPS))))
+
+
+def without_epochs(_rank: int, _size: int) -> str:
+    mine = Training(stands_ready=False)
+    mine.session.state(reset="epoch", seen=0)
+    with pytest.raises(UsageError) as caught:
+        next(iter(mine.session.steps(3)))
+    return str(caught.value)
+
+
+def test_sums_of_an_epoch_need_epochs() -> None:
+    [text] = run_ranks(1, without_epochs)
+    assert text.startswith("session.state(reset='epoch')(seen=0) in a loop that has no epochs: use session.epochs(")

@@ -38,7 +38,7 @@ class Batches:
         try:
             for step in self._steps(len(self)):
                 epoch, position = divmod(step.index, self.steps_per_epoch)
-                step.place(epoch, position, self.steps_per_epoch)
+                step.place(epoch, position, self.steps_per_epoch, self._reading.updates)
                 try:
                     batch = self._reading.read(epoch, position)
                 except Exception as error:  # of the script's data set

@@ -114,8 +114,9 @@ class Epochs:
                 controller.seed()  # for the script's code at the end of the epoch
                 return
             assert self._index is not None
-            step = Step(controller, self._index, controller.attempt, controller.resumed)
-            step.place(epoch, position, num_steps)
+            updates = self._reading.updates
+            step = Step(controller, self._index, controller.attempt, controller.resumed, position // updates)
+            step.place(epoch, position, num_steps, updates)
             self._present(step)
             controller.seed_before_step()
             try:

@@ -6,7 +6,7 @@ import abc
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from keepstep.data.numbers import whole
 from keepstep.errors import ConfigurationError, UsageError
@@ -56,7 +56,9 @@ class Loops(abc.ABC):
         """See `Session.world_size`."""
 
     @abc.abstractmethod
-    def state(self, name: str = "", /, *, per_rank: bool = False, **values: Any) -> State:
+    def state(
+        self, name: str = "", /, *, per_rank: bool = False, reset: Literal["epoch"] | None = None, **values: Any
+    ) -> State:
         """See `Session.state`."""
 
     @abc.abstractmethod
@@ -102,6 +104,7 @@ class Loops(abc.ABC):
         *,
         epochs: int = 1,
         accumulate: int = 1,
+        updates: int = 1,
         steps: int | None = None,
         start: int = 0,
     ) -> Batches:
@@ -117,6 +120,8 @@ class Loops(abc.ABC):
             epochs: the length of the training, not of this run.
             accumulate: batches per step. If more than 1, a step has a list of them; the last step of an epoch may have
                 fewer.
+            updates: how many steps in a row get the same batch, each a copy of it: 2 for a GAN whose discriminator and
+                generator are updated with each batch. `Step.update` tells which of them a step is, from 0.
             steps: the length of the training in steps, instead of ``epochs``. A loader with ``state_dict()`` and
                 ``load_state_dict()``, or with an iterable dataset that has them, is then iterated itself, restarted at
                 its end, and set back to its position after a recovery.
@@ -127,10 +132,15 @@ class Loops(abc.ABC):
             UsageError: as for `steps` and `data_rank`; or a second loop over batches is begun.
         """
         if steps is not None and is_stream(loader):
+            if updates != 1:
+                raise ConfigurationError(
+                    f"batches(updates={updates}) with a loader that is iterated itself: leave steps out, so that its "
+                    "batches are read by number, or keep the batch from one step to the next"
+                )
             return self._stream(loader, steps, accumulate, start)
         length = None if steps is None else whole("steps", steps, 1)
-        reading = self._reading(loader, epochs if length is None else sys.maxsize, accumulate)
-        begin = functools.partial(self._begin_reading, loader)
+        reading = self._reading(loader, epochs if length is None else sys.maxsize, accumulate, updates)
+        begin = functools.partial(self._begin_reading, loader, reading.steps_per_epoch)
         found = Batches(reading, lambda num_steps: self._loop(num_steps, start, begin), length)
         _check_start("batches", start, len(found))
         return found
@@ -145,7 +155,7 @@ class Loops(abc.ABC):
         self._protected_controller("batches")
         self._refuse_second_loop()
 
-    def epochs(self, loader: DataLoader[Any], num_epochs: int, *, accumulate: int = 1) -> Epochs:
+    def epochs(self, loader: DataLoader[Any], num_epochs: int, *, accumulate: int = 1, updates: int = 1) -> Epochs:
         """Yields epochs of a loader, beginning at the job's current step; each yields its steps with their batches.
 
         ``for epoch in session.epochs(loader, 3)``, and in it ``for step, batch in epoch`` with its ``with step:``, or
@@ -156,6 +166,7 @@ class Loops(abc.ABC):
             loader: see `batches`.
             num_epochs: the length of the training, not of this run.
             accumulate: see `batches`.
+            updates: see `batches`.
 
         Raises:
             ConfigurationError: as for `batches`; or the job may have to go back by several steps (`protect`,
@@ -164,7 +175,7 @@ class Loops(abc.ABC):
         """
 
         def start() -> StepController:
-            self._begin_reading(loader)
+            self._begin_reading(loader, handed.steps_per_epoch + 1)
             handed.own = self.state("keepstep.epochs", begun=-1)
             return self.begin()
 
@@ -172,14 +183,14 @@ class Loops(abc.ABC):
             self._refuse_going_back()  # only now it is known which ranks hold which shards
             self._hand(step)
 
-        handed = Epochs(self._reading(loader, num_epochs, accumulate), start, present)
+        handed = Epochs(self._reading(loader, num_epochs, accumulate, updates), start, present)
         return handed
 
-    def _reading(self, loader: DataLoader[Any], epochs: int, accumulate: int) -> Reading:
-        return Reading(loader, epochs, accumulate, self._seed, lambda: self.data_rank)
+    def _reading(self, loader: DataLoader[Any], epochs: int, accumulate: int, updates: int) -> Reading:
+        return Reading(loader, epochs, accumulate, self._seed, lambda: self.data_rank, updates=updates)
 
-    def _begin_reading(self, loader: DataLoader[Any]) -> None:
-        self._protected_controller("batches")
+    def _begin_reading(self, loader: DataLoader[Any], epoch_length: int) -> None:
+        self._protected_controller("batches").epoch_length = epoch_length
         self._refuse_second_loop()
         check_replicas(loader, self.data_world_size, self.world_size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ class Reading:
         seed: int,
         rank: Callable[[], int],
         *,
+        updates: int = 1,
         restores: bool = True,
     ) -> None:
         """Args:
@@ -35,12 +37,17 @@ class Reading:
         accumulate: see there.
         seed: seed of the session.
         rank: returns the rank whose samples this process reads. First called when the first batch is read.
+        updates: see `Session.batches`.
         restores: see `BatchReader`.
 
         Raises:
             ConfigurationError: the loader's order is not reproducible, or a number is below 1.
         """
         self._accumulate = whole("accumulate", accumulate, 1)
+        self.updates = whole("updates", updates, 1)
+        """Steps that get the same batch."""
+        self._next: tuple[tuple[int, int], list[Any]] | None = None
+        """Epoch and position of the next step, if it gets the same batch, and what the loader has given for it."""
         loader, self._place = prepared(loader)
         self._order = LoaderOrder(loader, epochs, seed)
         self._reader = BatchReader(loader, seed, restores=restores)
@@ -54,7 +61,7 @@ class Reading:
     @property
     def steps_per_epoch(self) -> int:
         """Steps of each epoch. With ``accumulate`` the last one may have fewer batches."""
-        return -(-self._order.num_batches // self._accumulate)
+        return -(-self._order.num_batches // self._accumulate) * self.updates
 
     def read(self, epoch: int, position: int) -> Any:
         """Returns the batch of a step, or its list of batches.
@@ -66,14 +73,23 @@ class Reading:
             epoch: epoch of the step, from 0.
             position: position of the step in its epoch, from 0.
         """
-        first = position * self._accumulate
+        group, update = divmod(position, self.updates)
+        given = self._next[1] if self._next is not None and self._next[0] == (epoch, position) else None
+        if given is None:
+            given = self._given(epoch, group)
+        is_last = update == self.updates - 1
+        self._next = None if is_last else ((epoch, position + 1), copy.deepcopy(given))
+        found = [self._place(batch) for batch in given]
+        return found[0] if self._accumulate == 1 else found
+
+    def _given(self, epoch: int, group: int) -> list[Any]:
+        first = group * self._accumulate
         last = min(first + self._accumulate, self._order.num_batches)
         begin, rank = epoch * self._order.num_batches, self._rank()
-        found = [
-            self._place(self._reader.read(number, rank, functools.partial(self._order.requests, number, rank)))
+        return [
+            self._reader.read(number, rank, functools.partial(self._order.requests, number, rank))
             for number in range(begin + first, begin + last)
         ]
-        return found[0] if self._accumulate == 1 else found
 
     def close(self) -> None:
         """Ends the loader's workers."""

@@ -8,8 +8,11 @@ from keepstep.errors import StepInterrupted
 from keepstep.worker.step_controller import StepController
 
 
-class Step:
+class Step(int):
     """One attempt at one optimizer step. Use it once, as ``with step:``.
+
+    It is an int: what a plain loop would count there. In `Session.epochs` that is the number of its batch in the epoch,
+    as in ``for i, batch in enumerate(loader)``, else `index`.
 
     Attributes:
         index: the number of the step, from 0; parameters *at step i* are those that step i's forward reads.
@@ -19,22 +22,48 @@ class Step:
         epoch: its epoch, from 0; None without a loader (`Session.batches`, `Session.epochs`).
         position: its number among the steps of its epoch, from 0; None likewise.
         is_epoch_end: whether it is the last step of its epoch.
+        update: which of the steps that get the same batch it is, from 0 (``updates``).
     """
 
-    def __init__(self, controller: StepController, index: int, attempt: int, resumed: bool) -> None:
-        self.index = index
-        self.attempt = attempt
-        self.resumed = resumed
-        self.committed = False
-        self.epoch: int | None = None
-        self.position: int | None = None
-        self.is_epoch_end = False
-        self._controller = controller
+    index: int
+    attempt: int
+    resumed: bool
+    committed: bool
+    epoch: int | None
+    position: int | None
+    is_epoch_end: bool
+    update: int
+    _controller: StepController
 
-    def place(self, epoch: int, position: int, steps_per_epoch: int) -> None:
-        """Sets `epoch`, `position` and `is_epoch_end`."""
-        self.epoch, self.position = epoch, position
+    def __new__(
+        cls, controller: StepController, index: int, attempt: int, resumed: bool, number: int | None = None
+    ) -> Step:
+        """Args:
+        controller: of this process's steps.
+        index: see above.
+        attempt: see above.
+        resumed: see above.
+        number: the value as an int; None: ``index``.
+        """
+        step = super().__new__(cls, index if number is None else number)
+        step._controller = controller
+        step.index, step.attempt, step.resumed, step.committed = index, attempt, resumed, False
+        step.epoch, step.position, step.is_epoch_end, step.update = None, None, False, 0
+        return step
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # pickled as a plain int
+
+    def place(self, epoch: int, position: int, steps_per_epoch: int, updates: int = 1) -> None:
+        """Sets `epoch`, `position`, `is_epoch_end` and `update`."""
+        self.epoch, self.position, self.update = epoch, position, position % updates
         self.is_epoch_end = position == steps_per_epoch - 1
+
+    def numbered(self, number: int) -> Step:
+        """The same step with another value as an int, for a function that is called with each of its batches."""
+        step = int.__new__(Step, number)
+        vars(step).update(vars(self))
+        return step
 
     def __enter__(self) -> Step:
         self._controller.begin()

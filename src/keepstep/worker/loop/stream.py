@@ -64,6 +64,9 @@ class StreamReading:
         self._begins_as_loaded: bool | None = None
         """The result of `_tried_out` in this process."""
 
+    updates = 1
+    """A batch of a stream is the batch of one step."""
+
     def read(self, _epoch: int, position: int) -> Any:
         """The batch of a step, or its list of batches.
 

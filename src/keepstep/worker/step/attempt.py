@@ -48,12 +48,16 @@ class Attempt:
         """Whether a comparison of a step may find that a rank's state is not what it has loaded."""
         return self._comparison.may_be_refused(step)
 
-    def hand_out(self, step: int) -> None:
+    def hand_out(self, step: int, is_first_of_epoch: bool | None) -> None:
         """Records the state that an interrupted attempt must restore.
 
         The attempt begins here, not at its ``with``: the script's code before the ``with`` is repeated, too.
+
+        Args:
+            step: the step.
+            is_first_of_epoch: see `DeclaredState.hand_out`.
         """
-        self._declared.hand_out()
+        self._declared.hand_out(is_first_of_epoch)
         self._snapshot.take()
         self._layout.hand_out()
         self._comparison.hand_out(step)

@@ -11,6 +11,7 @@ argument.
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -64,6 +65,8 @@ class DeclaredState:
         self._moment = Moment.START
         self._replicated: dict[str, State] = {}
         self._local: dict[str, State] = {}
+        self._resets: list[tuple[State, dict[str, Any]]] = []
+        """Objects whose values begin anew with each epoch, and their first values."""
         self._rank_objects = RankObjects()
         self._table = _Table()
 
@@ -86,17 +89,22 @@ class DeclaredState:
         """Whether ranks have something of their own."""
         return bool(self._local or self._rank_objects)
 
-    def declare(self, name: str, per_rank: bool, values: dict[str, Any]) -> State:
+    def declare(self, name: str, per_rank: bool, values: dict[str, Any], reset: str | None = None) -> State:
         """Creates an object with declared values; see `Session.state`.
 
         Raises:
             UsageError: the loop has already yielded the first step.
-            ConfigurationError: there are no values, the name was declared before, or a value cannot be sent.
+            ConfigurationError: there are no values, the name was declared before, or a value cannot be sent; or
+                ``reset`` is neither None nor "epoch".
         """
-        arguments = [*([repr(name)] if name else []), *(["per_rank=True"] if per_rank else [])]
+        arguments = [repr(name)] if name else []
+        arguments += ["per_rank=True"] if per_rank else []
+        arguments += [f"reset={reset!r}"] if reset is not None else []
         label = f"session.state({', '.join(arguments)})"
         if self._moment is not Moment.START:
             raise UsageError(f"{label} after the first step: declare it before, on every rank")
+        if reset not in (None, "epoch"):
+            raise ConfigurationError(f"{label}: reset can only be 'epoch'; an attribute of this name is not possible")
         if not values:
             raise ConfigurationError(f"{label}: give it attributes with their first values, such as best=0.0")
         own = self._local if per_rank else self._replicated
@@ -105,6 +113,8 @@ class DeclaredState:
                 f"{label} was called twice: give the second one a name, session.state('name', ...)"
             )
         own[label] = state = State(label, values, self._local_refusal if per_rank else _never)
+        if reset is not None:
+            self._resets.append((state, copy.deepcopy(values)))
         if not per_rank:
             self.objects[label] = state
         self._hold_local()
@@ -131,14 +141,25 @@ class DeclaredState:
             self._share(world_size)
         self._moment = Moment.SHARED
 
-    def hand_out(self) -> None:
+    def hand_out(self, is_first_of_epoch: bool | None = None) -> None:
         """Call it when a step is yielded.
 
+        Args:
+            is_first_of_epoch: whether it is the first step of an epoch; None: the loop has no epochs.
+
         Raises:
-            UsageError: the script changed a local value in place after the last barrier.
+            UsageError: the script changed a local value in place after the last barrier, or has declared values that
+                begin anew with each epoch, and there are none.
         """
         self.check()
         self._moment = Moment.OPEN
+        if self._resets and is_first_of_epoch is None:
+            raise UsageError(
+                f"{self._resets[0][0]!r} in a loop that has no epochs: use session.epochs(loader, n) or "
+                "session.batches(loader, epochs=n), or set the values where they begin anew"
+            )
+        for state, first in self._resets if is_first_of_epoch else ():
+            vars(state).update(copy.deepcopy(first))
 
     def before_barrier(self, world_size: int) -> None:
         """Exchanges the local values with all ranks.

@@ -1,0 +1,76 @@
+"""Nested loops over epochs and batches that sum up losses for a line at the end of each epoch, also as a GAN.
+
+Usage: keepstep run --nproc-per-node 2 tests/scripts/means.py [--updates 2] [--accelerate] [--one-loop]
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import keepstep
+from keepstep.integrations.accelerate import KeepstepAccelerator
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--updates", type=int, default=1)
+parser.add_argument("--accelerate", action="store_true")
+parser.add_argument("--one-loop", action="store_true", help="session.batches() in place of epochs()")
+arguments = parser.parse_args()
+
+torch.manual_seed(0)
+session = keepstep.init(seed=2)
+models = torch.nn.ModuleList([torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)])
+dataset = TensorDataset(torch.randn(56, 8))
+loader = DataLoader(dataset, batch_size=4, shuffle=True)
+if arguments.accelerate:
+    accelerator = KeepstepAccelerator(cpu=True)
+    first, second, loader = accelerator.prepare(models[0], models[1], loader)
+else:
+    first, second = map(torch.nn.parallel.DistributedDataParallel, models)
+optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in (first, second)]
+sums = session.state(per_rank=True, reset="epoch", loss=0.0, seen=0)
+if arguments.accelerate:
+    optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
+    epochs = accelerator.epochs(loader, 3, updates=arguments.updates)
+else:
+    session.protect(first=first, second=second, **{f"optimizer{n}": each for n, each in enumerate(optimizers)})
+    if not arguments.one_loop:
+        sampled = DataLoader(dataset, 4, sampler=torch.utils.data.DistributedSampler(dataset))
+        epochs = session.epochs(sampled, 3, updates=arguments.updates)
+
+
+def train(step: keepstep.Step, batch: list[torch.Tensor]) -> None:
+    (x,) = batch
+    assert x.abs().max() < 50, "the batch of the step before, which has changed it"
+    optimizer = optimizers[step.update % 2]
+    optimizer.zero_grad()
+    loss = second(first(x).relu()).square().mean()
+    if arguments.accelerate:
+        accelerator.backward(loss)
+    else:
+        loss.backward()
+    sums.loss += loss.item() * len(x)
+    sums.seen += len(x)
+    x += 100.0  # in place
+    optimizer.step()
+
+
+def tell(epoch: int) -> None:
+    total = torch.tensor([sums.loss, sums.seen], dtype=torch.float64)
+    torch.distributed.all_reduce(total)
+    with Path(f"means-of-{session.rank}.txt").open("a") as file:
+        file.write(f"epoch {epoch}: {total[0] / total[1]} of {total[1]}\n")
+
+
+if arguments.one_loop:
+    sampled = DataLoader(dataset, 4, sampler=torch.utils.data.DistributedSampler(dataset))
+    for step, batch in session.batches(sampled, epochs=3, updates=arguments.updates):
+        with step:
+            train(step, batch)
+            if step.is_epoch_end:
+                tell(step.epoch)
+else:
+    for epoch in epochs:
+        epoch.run(train)
+        tell(epoch)
