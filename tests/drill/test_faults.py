@@ -2,13 +2,15 @@
 
 import threading
 from collections import Counter
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from keepstep.drill import faults
 from keepstep.drill.faults import IN_A_STEP, KINDS, MOMENTS, DrillFault, claim, default_faults, fired_at, parse, weather
+from keepstep.drill.records import Place
 from keepstep.errors import ConfigurationError
 
 GOOD = {
@@ -136,8 +138,8 @@ BAD = [
         "fault 'pause@step=1,phase=synced': step= and phase= are needed, or during=; rank= ma",
     ),
     (
-        "kill@step=1,phase=synced,seconds=1",
-        "fault 'kill@step=1,phase=synced,seconds=1': step= and phase= are needed, or",
+        "raise@step=1,phase=synced,seconds=1",
+        "fault 'raise@step=1,phase=synced,seconds=1': step= and phase= are needed, or",
     ),
     ("pause@during=forward,seconds=0", "fault 'pause@during=forward,seconds=0': seconds='0' is not a number above 0"),
     (
@@ -155,21 +157,74 @@ def test_a_bad_specification_is_named_with_what_is_allowed(text: str, message: s
     assert str(caught.value).startswith(message)
 
 
-def test_the_default_is_one_kill_in_every_phase() -> None:
-    found = default_faults(3, num_steps=45)
-    assert [fault.phase for fault in found] == list(IN_A_STEP)
-    assert [fault.step for fault in found] == [3, 11, 19, 27, 35, 43]
-    assert [fault.rank for fault in found] == [1, 2, 0, 1, 2, 0]
-    assert parse(";".join(map(str, found)), 3) == found
+def places(num_steps: int, **pauses: float) -> list[Place]:
+    """Steps with all phases, after some of which, ``after_N``, more time passes than usual."""
+    return [Place(step, IN_A_STEP, pauses.get(f"after_{step}", 0.001)) for step in range(num_steps)]
 
 
-@pytest.mark.parametrize("num_steps", [56, 60, 1000])
-def test_a_long_run_is_also_struck_late_with_a_slow_replacement(num_steps: int) -> None:
-    *early, late, slow = default_faults(3, num_steps)
-    assert early == default_faults(3, num_steps=45)
-    assert (late.kind, late.step, late.rank) == ("kill", num_steps - 5, 1)
-    assert (slow.kind, slow.during, slow.rank) == ("pause", "forward", 1)
-    assert parse(";".join(map(str, [*early, late, slow])), 3) == [*early, late, slow]
+def without(found: list[Place], phases: str, *steps: int) -> list[Place]:
+    return [
+        Place(place.step, tuple(phase for phase in place.phases if phase not in phases.split()), place.after_s)
+        if not steps or place.step in steps
+        else place
+        for place in found
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_by_default_each_phase_is_struck_and_rank_0_twice_the_last_time_late(world_size: int) -> None:
+    *kills, slow = default_faults(world_size, places(60))
+    assert {fault.kind for fault in kills} == {"kill"}
+    assert Counter(fault.phase for fault in kills) == Counter(IN_A_STEP)
+    assert [fault.step for fault in kills if fault.rank == 0][-1] == 55
+    assert sum(fault.rank == 0 for fault in kills) >= 2
+    steps = [fault.step or 0 for fault in kills]
+    assert all(two - one > 1 for one, two in pairwise(steps)), "a spare has no time to start"
+    assert (slow.kind, slow.during, slow.rank) == ("pause", "forward", 0)
+    assert [fault.number for fault in (*kills, slow)] == list(range(7))
+    assert parse(";".join(map(str, (*kills, slow))), world_size) == [*kills, slow]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 9, 20])
+def test_a_short_run_is_struck_as_often_as_its_steps_allow(num_steps: int) -> None:
+    *kills, _slow = default_faults(2, places(num_steps))
+    assert len(kills) >= min(3, -(-num_steps // 3))
+    assert all(fault.step in range(num_steps) for fault in kills)
+
+
+def test_a_phase_that_does_not_occur_is_not_struck() -> None:
+    *kills, _slow = default_faults(2, without(places(60), "synced barrier optimizer"))
+    assert {fault.phase for fault in kills} == {"forward", "backward", "updated"}
+
+
+def test_rank_0_is_lost_where_the_code_at_the_end_of_an_epoch_begins() -> None:
+    found = without(places(60, after_30=0.5), "backward optimizer barrier", 9, 19, 29, 39, 49, 59)
+    *kills, _slow = default_faults(2, found)
+    assert DrillFault(number=0, kind="kill", step=8, phase="updated", rank=0) in [
+        msgspec.structs.replace(fault, number=0) for fault in kills
+    ]
+    assert all(fault.step not in (9, 19) for fault in kills if fault.phase == "backward")
+
+
+def test_one_is_lost_before_an_evaluation_and_another_one_in_the_middle() -> None:
+    *kills, _slow = default_faults(2, places(60, after_20=0.5, after_40=0.4))
+    struck = {(fault.step, fault.rank, fault.seconds) for fault in kills if fault.phase == "updated"}
+    assert struck == {(20, 0, None), (40, 1, 0.2)}
+
+
+def test_one_is_lost_after_the_first_file_was_written() -> None:
+    *kills, _slow = default_faults(2, places(60), written=30)
+    assert (30, 1) in [(fault.step, fault.rank) for fault in kills if fault.phase == "forward"]
+
+
+def test_where_time_is_short_the_more_telling_ones_remain() -> None:
+    *kills, slow = default_faults(2, places(60, after_20=0.5), most=3, written=40)
+    assert [(fault.step, fault.phase, fault.rank) for fault in kills] == [
+        (20, "updated", 0),
+        (40, "forward", 1),
+        (55, "forward", 0),
+    ]
+    assert slow.during == "forward"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -185,13 +240,13 @@ def test_weather_is_pauses_of_one_rank_below_its_deadline_and_of_most_of_them_be
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
-    plan = [*default_faults(2, 99), *parse("hang@phase=random,count=3,seed=8;spare-kill@step=1", 2)]
+    plan = [*default_faults(2, places(99)), *parse("hang@phase=random,count=3,seed=8;spare-kill@step=1", 2)]
     faults.write_plan(tmp_path, plan)
     assert faults.read_plan(tmp_path) == plan
 
 
 def test_a_fault_is_claimed_once(tmp_path: Path) -> None:
-    first, second = default_faults(2, 99)[:2]
+    first, second = default_faults(2, places(99))[:2]
     assert fired_at(tmp_path, first) is None
     assert claim(tmp_path, first, 12.25)
     assert not claim(tmp_path, first, 99.0)
@@ -200,7 +255,7 @@ def test_a_fault_is_claimed_once(tmp_path: Path) -> None:
 
 
 def test_of_many_that_claim_at_once_one_wins(tmp_path: Path) -> None:
-    fault = default_faults(2, 99)[0]
+    fault = default_faults(2, places(99))[0]
     gate, won = threading.Barrier(8), []
 
     def compete(number: int) -> None:

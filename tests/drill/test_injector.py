@@ -158,14 +158,16 @@ def serving(run_dir: Path, answer: Callable[[], Any], work: Callable[[], Any]) -
 
 def test_ranks_wait_between_the_steps_before_a_fault_and_only_there(tmp_path: Path) -> None:
     worker = Worker(tmp_path, KILL)
-    waits = serving(tmp_path, lambda: True, lambda: [worker.step() for _step in range(5)])
-    assert waits == [0, 0, 1, 1, 1]
+    waits = serving(tmp_path, lambda: True, lambda: [worker.step() for _step in range(4)])
+    assert waits == [0, 0, 1, 2], "it has not come in its step, and is due in the next one"
+    assert claim(tmp_path, KILL, 1.0)
+    assert [worker.step() for _step in range(2)] == [2, 2]
     assert not worker.page.is_waiting
 
 
 def test_a_fault_in_the_first_step_is_awaited_before_it(tmp_path: Path) -> None:
     worker = Worker(tmp_path, DrillFault(number=0, kind="kill", step=0, phase="synced", rank=1))
-    assert serving(tmp_path, lambda: True, worker.step) == 1
+    assert serving(tmp_path, lambda: True, lambda: [worker.step(), worker.step()]) == [2, 3]
 
 
 def test_no_rank_waits_for_a_fault_that_has_come_about(tmp_path: Path) -> None:

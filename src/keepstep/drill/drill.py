@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import shutil
 import statistics
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any
 from keepstep.agent.settings import AgentSettings
 from keepstep.drill.explanation import RecordedRun, explain, unrecorded
 from keepstep.drill.faults import DrillFault, default_faults, fired_at, weather, write_plan
-from keepstep.drill.files import compare_files
+from keepstep.drill.files import compare_files, first_written_s
 from keepstep.drill.outside_injector import OutsideInjector
-from keepstep.drill.records import HOLDS_NAN, STATE_DICTS, States, read_states
+from keepstep.drill.records import HOLDS_NAN, STATE_DICTS, States, places_of, read_states
 from keepstep.drill.workdir import make_working_dir
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.job import Job, JobOptions, run_job
@@ -31,6 +32,8 @@ REFERENCE, STRUCK, REPEATED = "reference", "with-faults", "repeated"
 TITLES = {REFERENCE: "without failures", STRUCK: "with failures", REPEATED: "without failures, again"}
 WORKING_DIR = "work"
 """The working directory of a run below its folder, if files are compared."""
+_TIMES = 4
+"""How many times as long as the run without failures one with default faults takes at most, about."""
 CLOSE_S = 0.5
 """How long before the fault the agent may date the loss of a rank: it dates a hang at the rank's last progress."""
 OnProgress = Callable[[str, Job], Awaitable[None]]
@@ -45,7 +48,7 @@ class Drill:
     """The settings of a drill, besides those of the job."""
 
     faults: list[DrillFault] | None = None
-    """Faults of the second run; may be empty. None: they are chosen by the length of the first run: `weather`, or
+    """Faults of the second run; may be empty. None: they are chosen from the first run: `weather`, or
     `default_faults`."""
     is_weather: bool = False
     """Whether the faults are pauses of which none may cost the job a rank."""
@@ -60,14 +63,16 @@ class Drill:
         """Folder name of the second run."""
         return STRUCK if self.faults is None or self.faults else REPEATED
 
-    def chosen(self, options: JobOptions, num_steps: int) -> list[DrillFault]:
-        """Returns the faults for a job whose first run has completed this many steps."""
+    def chosen(self, options: JobOptions, first: DrillRun, working_dir: Path) -> list[DrillFault]:
+        """Returns the faults for a job after its first run, which had this working directory."""
         if self.faults is not None:
             return self.faults
         recovery = options.recovery
         if self.is_weather:
-            return weather(recovery.world_size, num_steps, recovery.deadlines.hang_after_s)
-        return default_faults(recovery.world_size, num_steps)
+            return weather(recovery.world_size, first.num_steps, recovery.deadlines.hang_after_s)
+        kills = int((_TIMES - 1) * first.whole_s / first.start_s)  # each costs a process that starts
+        written = first.step_after(first_written_s(working_dir, self.patterns))
+        return default_faults(recovery.world_size, places_of(first.states), most=max(3, kills), written=written)
 
 
 @dataclasses.dataclass
@@ -79,6 +84,26 @@ class DrillRun:
     step_ms: float | None
     injector: OutsideInjector
     states: States
+    began_s: float
+    """When it was started, in monotonic seconds."""
+    whole_s: float
+    """How long it took, in seconds."""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of its steps."""
+        return max((max(steps) for steps in self.states.values() if steps), default=0)
+
+    @property
+    def start_s(self) -> float:
+        """Seconds from its start to its first step."""
+        begins = [min(state.at_s for state in steps.values()) for steps in self.states.values() if steps]
+        return min(begins, default=self.began_s + self.whole_s) - self.began_s
+
+    def step_after(self, at_s: float | None) -> int | None:
+        """The first step that rank 0 began after a time; None if there is none."""
+        own = self.states.get(0, {})
+        return next((step for step in sorted(own) if at_s is not None and own[step].at_s > at_s), None)
 
     @property
     def digest(self) -> str:
@@ -139,8 +164,7 @@ def run_drill(options: JobOptions, drill: Drill, on_progress: OnProgress, folder
         raise DrillFailed(f"the run without failures did not reach its end: {first.report['reason']}")
     if not first.report["digests"]:
         raise DrillFailed(f"the run without failures has no last state to compare: {first.report['reason']}")
-    num_steps = max((max(steps) for steps in first.states.values() if steps), default=0)
-    drill = dataclasses.replace(drill, faults=drill.chosen(options, num_steps))
+    drill = dataclasses.replace(drill, faults=drill.chosen(options, first, folder / REFERENCE / WORKING_DIR))
     second = _run(options, folder / drill.second, drill, on_progress)
     first_saved, second_saved = (folder / name / STATE_DICTS for name in (REFERENCE, drill.second))
     saved = compare_files(first_saved, second_saved, ("*",))
@@ -165,7 +189,7 @@ def _run(options: JobOptions, directory: Path, drill: Drill, on_progress: OnProg
         agent = _in_its_own_place(agent, directory / WORKING_DIR, drill.patterns)
     seen: list[Job] = []
     injector = OutsideInjector(faults, awaits_spares=drill.awaits_spares)
-    title = TITLES[directory.name]
+    title = TITLES[directory.name] + "".join(f"{'; ' if n else ': '}{fault}" for n, fault in enumerate(faults))
 
     async def accompany(job: Job) -> None:
         seen.append(job)
@@ -173,12 +197,16 @@ def _run(options: JobOptions, directory: Path, drill: Drill, on_progress: OnProg
 
     is_second = directory.name != REFERENCE
     outputs = dataclasses.replace(options.outputs, report=None, trace=options.outputs.trace if is_second else None)
+    began_s = time.monotonic()
     result = run_job(dataclasses.replace(options, agent=agent, outputs=outputs, keep_run_dir=True), accompany)
     if not seen:
         raise DrillFailed(f"the run {title} did not begin: {result['reason']}")
     durations = seen[0].agent.step_durations_s
     step_ms = round(statistics.median(durations) * 1000, 3) if durations else None
-    return DrillRun(result, seen[0].controller.job.records, step_ms, injector, read_states(directory))
+    ended_s = time.monotonic()
+    return DrillRun(
+        result, seen[0].controller.job.records, step_ms, injector, read_states(directory), began_s, ended_s - began_s
+    )
 
 
 def _in_its_own_place(agent: AgentSettings, working_dir: Path, patterns: tuple[str, ...]) -> AgentSettings:

@@ -5,25 +5,31 @@
     kill@step=7,phase=backward,rank=1        SIGKILL to rank 1 in the backward of step 7
     hang@step=9,phase=synced                 SIGSTOP; the rank is chosen if none is named
     kill@during=restore,rank=0               ... while the recovery of another fault restores state
+    kill@step=9,phase=updated,seconds=0.5    half a second after that moment, as in the middle of an evaluation
     pause@step=9,phase=forward,seconds=2     its training thread does nothing for two seconds
     pause@during=forward,rank=0,seconds=2    each replacement of rank 0 is slow in the first forward of its process
     kill@phase=random,count=50,seed=3        fifty, at random instants, one after the other
     spare-kill@step=5                        kills a warm spare
 
-Several faults are separated by ``;``. ``none`` means no fault at all.
+Several faults are separated by ``;``. ``none`` means no fault at all. A step that does not have the phase, as one in
+which no optimizer runs, passes its fault on to the next one.
 """
 
 from __future__ import annotations
 
 import re
+import statistics
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
+from keepstep.drill.records import IN_A_STEP, Place
 from keepstep.errors import ConfigurationError
 
 KINDS = ("kill", "hang", "segv", "exit", "raise", "pause", "spare-kill")
-IN_A_STEP = ("forward", "backward", "synced", "barrier", "optimizer", "updated")
 PHASES = (*IN_A_STEP, "random")
 MOMENTS = ("stop", "reset", "restore", "forward")
 KEYS = ("step", "phase", "during", "rank", "seconds", "count", "seed")
@@ -34,10 +40,14 @@ or when none will come."""
 HOLD_FILE = "hold"
 """File in a run's folder. While it exists, no rank begins another step before a spare is warm, because a fault from
 outside is due."""
-FIRST_STEP, SPACING = 3, 8
-"""Step of the first default fault, and how many steps later the next one comes."""
+FIRST_STEP = 3
+"""Step of the first default fault, as far as the script does not give it another place."""
 LATE_STEPS = 5
 """How many steps before the end of the run the last default fault comes."""
+_TELLING_PAUSE = 3.0
+"""By what factor more time than usual passes between two steps where the script does something there."""
+_SHORT_S = 0.005
+"""A shorter time between two steps is nothing that the script does there."""
 SLOW_START_S = 2.0
 """How long a replacement takes for its first batch by default: twice the time after which a drill suspects a rank."""
 WEATHER_SPACING = 4
@@ -103,26 +113,77 @@ def parse(text: str, world_size: int) -> list[DrillFault]:
     return faults
 
 
-def default_faults(world_size: int, num_steps: int) -> list[DrillFault]:
-    """Returns one kill in every phase of a step, for the ranks in turn, and a late one if the run is long enough.
+def default_faults(
+    world_size: int, places: Sequence[Place], *, most: int = sys.maxsize, written: int | None = None
+) -> list[DrillFault]:
+    """Returns kills where scripts are weak, chosen from the run without failures: one in each phase that occurs.
 
-    When the late one comes, all ranks have long been warm, and the replacement takes its time for its first batch.
+    Rank 0 is lost twice. The first time it is where most time passes between two steps, as at the end of an epoch: what
+    the script has summed up starts over there. The second time it is late: all ranks have long been warm, and each
+    replacement takes its time for its first batch. Another rank is lost in the middle of what takes most time between
+    two steps, an evaluation or a checkpoint, and one after the first file was written, which a replacement finds.
 
     Args:
         world_size: number of ranks.
-        num_steps: number of steps of the run without failures.
+        places: the steps of the run without failures, in their order.
+        most: how many kills at most; the first of these are the more telling ones.
+        written: the step that followed the first file.
     """
-    found = [
-        DrillFault(number=n, kind="kill", step=FIRST_STEP + n * SPACING, phase=phase, rank=(n + 1) % world_size)
-        for n, phase in enumerate(IN_A_STEP)
-    ]
-    late = num_steps - LATE_STEPS
-    if late >= FIRST_STEP + len(found) * SPACING:
-        rank = (len(found) + 1) % world_size
-        found.append(DrillFault(number=len(found), kind="kill", step=late, phase="forward", rank=rank))
-        slow = DrillFault(number=len(found), kind="pause", during="forward", rank=rank, seconds=SLOW_START_S)
-        found.append(slow)
-    return found
+    if not places:
+        return []
+    last = max(0, len(places) - LATE_STEPS)
+    usual_s = statistics.median(place.after_s for place in places)
+    pauses = [n for n in range(len(places) - 1) if places[n].after_s > max(_TELLING_PAUSE * usual_s, _SHORT_S)]
+    pauses.sort(key=lambda n: -places[n].after_s)
+    ends = [n for n, (one, two) in enumerate(pairwise(places)) if _trains(one) and not _trains(two)]
+    plan = _Plan(places, world_size)
+    plan.add("updated", (ends or pauses or [last // 2])[0], 0)
+    plan.add("forward", last, 0)
+    if (pause := next(filter(plan.is_free, pauses), None)) is not None:
+        plan.add("updated", pause, 1, seconds=round(places[pause].after_s / 2, 3))
+    if written is not None:
+        plan.add("forward", next((n for n, place in enumerate(places) if place.step >= written), last), 1)
+    spread = [phase for phase in IN_A_STEP if phase not in ("updated", "forward")]
+    for number, phase in enumerate(spread):
+        plan.add(phase, FIRST_STEP + number * max(1, (last - FIRST_STEP) // len(spread)), 1 + number)
+    return plan.faults(most)
+
+
+def _trains(place: Place) -> bool:
+    return "optimizer" in place.phases
+
+
+class _Plan:
+    """Kills at steps of their own."""
+
+    def __init__(self, places: Sequence[Place], world_size: int) -> None:
+        self._places = places
+        self._world_size = world_size
+        self._found: list[DrillFault] = []
+        self._taken: set[int] = set()
+
+    def is_free(self, place: int) -> bool:
+        """Whether nothing comes at a place or beside it."""
+        return not {place - 1, place, place + 1} & self._taken
+
+    def add(self, phase: str, near: int, rank: int, seconds: float | None = None) -> None:
+        """Adds a kill at the place ``near``, or at the nearest one that has the phase and is not beside another one."""
+        places = self._places
+        free = [n for n, place in enumerate(places) if phase in place.phases and self.is_free(n)]
+        if not free:
+            return
+        at = min(free, key=lambda n: (abs(n - near), n))
+        self._taken.add(at)
+        rank %= self._world_size
+        self._found.append(
+            DrillFault(number=0, kind="kill", step=places[at].step, phase=phase, rank=rank, seconds=seconds)
+        )
+
+    def faults(self, most: int) -> list[DrillFault]:
+        """The first of the kills, in the order of their steps, and a slow start of what replaces rank 0."""
+        kept = sorted(self._found[:most], key=lambda fault: fault.step or 0)
+        slow = DrillFault(number=0, kind="pause", during="forward", rank=0, seconds=SLOW_START_S)
+        return [msgspec.structs.replace(fault, number=number) for number, fault in enumerate([*kept, slow])]
 
 
 def weather(world_size: int, num_steps: int, hang_after_s: float) -> list[DrillFault]:
@@ -233,6 +294,8 @@ def _check_whole(text: str, kind: str, values: dict[str, str], numbers: dict[str
     if kind == "pause":
         needed, allowed = needed | {"seconds"}, allowed | {"seconds"}
         rule = f"{rule}; a pause needs seconds="
+    elif "step" in needed and kind not in ("raise", "spare-kill"):
+        allowed = allowed | {"seconds"}
     if surplus := [f"{key}=" for key in values if key not in allowed]:
         raise ConfigurationError(f"fault {text!r}: {rule}; {', '.join(surplus)} would be ignored")
     if needed - values.keys():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from glob import escape
@@ -51,6 +52,18 @@ def compare_files(first: Path, second: Path, patterns: Sequence[str]) -> list[Co
         if not here | there:
             compared[pattern] = ComparedFile(pattern, "neither run has written such a file")
     return list(compared.values())
+
+
+def first_written_s(folder: Path, patterns: Sequence[str]) -> float | None:
+    """When the oldest of the compared files was last written, in monotonic seconds; None if there is none.
+
+    Args:
+        folder: the working directory of a run.
+        patterns: see `compare_files`.
+    """
+    files = [folder / name for pattern in patterns for name in _matches(folder, pattern)]
+    written = [file.lstat().st_mtime for file in files if file.exists()]
+    return min(written) - time.time() + time.monotonic() if written else None
 
 
 def _matches(folder: Path, pattern: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -21,6 +22,8 @@ import msgspec
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.worker import WorkerMachine
 
+IN_A_STEP = ("forward", "backward", "synced", "barrier", "optimizer", "updated")
+"""The moments of a step."""
 FOLDER = "states"
 """Folder of the records below a run's folder."""
 FINISHED = "finished"
@@ -38,6 +41,8 @@ class _Line(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     step: int
     at_s: float
+    phases: tuple[str, ...]
+    between_s: float
     digests: tuple[str, ...]
     sketches: tuple[tuple[float, float, float] | None, ...]
     names: tuple[str, ...] | None
@@ -53,6 +58,10 @@ class StepState:
     """Names of all protected values."""
     digests: tuple[str, ...]
     """Their digests, in the same order."""
+    phases: tuple[str, ...] = ()
+    """The moments of the step before."""
+    between_s: float = 0.0
+    """How long ago that step ended, in seconds."""
     sketches: tuple[tuple[float, float, float] | None, ...] = ()
     """Projection, norm and resolution of each, in the same order; see `keepstep.worker.state.digests.Sketch`."""
 
@@ -74,6 +83,17 @@ class StepState:
         mine = dict(zip(self.names, self.digests, strict=True))
         theirs = dict(zip(other.names, other.digests, strict=True))
         return [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A step of a run without failures."""
+
+    step: int
+    phases: tuple[str, ...]
+    """The moments that it had, of `IN_A_STEP`."""
+    after_s: float
+    """Seconds from its end to the beginning of the next step."""
 
 
 States: TypeAlias = dict[int, dict[int, StepState]]
@@ -99,6 +119,8 @@ class StateRecorder:
         path = run_dir / FOLDER / str(worker.machine.worker)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._is_between_steps = True
+        self._phases: list[str] = []
+        self._ended_s: float | None = None
         self._names: tuple[str, ...] | None = None
 
     def observe(self, moment: str) -> None:
@@ -109,6 +131,11 @@ class StateRecorder:
         """
         if moment == FINISHED or (moment == Phase.FORWARD and self._is_between_steps):
             self._record()
+            self._phases.clear()
+        if moment in IN_A_STEP and moment not in self._phases:
+            self._phases.append(moment)
+        if moment == Phase.UPDATED:
+            self._ended_s = time.monotonic()
         if moment == FINISHED:
             self._save()
         if moment in list(Phase):
@@ -128,12 +155,16 @@ class StateRecorder:
         step = machine.steps.parameters_at
         assert machine.rank is not None
         assert step is not None
+        now_s = time.monotonic()
+        between_s = 0.0 if self._ended_s is None else now_s - self._ended_s
         digests = self._worker.digests()
         names = tuple(digests)
         line = _Line(
             machine.rank,
             step,
-            time.monotonic(),
+            now_s,
+            tuple(self._phases),
+            between_s,
             tuple(digest for digest, _sketch in digests.values()),
             tuple(sketch for _digest, sketch in digests.values()),
             None if names == self._names else names,
@@ -156,5 +187,12 @@ def read_states(run_dir: Path) -> States:
             names = names if line.names is None else line.names
             steps = found.setdefault(line.rank, {})
             if line.step not in steps or steps[line.step].at_s < line.at_s:
-                steps[line.step] = StepState(line.at_s, names, line.digests, line.sketches)
+                steps[line.step] = StepState(line.at_s, names, line.digests, line.phases, line.between_s, line.sketches)
     return dict(sorted(found.items()))
+
+
+def places_of(states: States) -> list[Place]:
+    """Returns the steps of a run without failures, as rank 0 went through them."""
+    own = states.get(0, {})
+    steps = sorted(own)
+    return [Place(one, own[two].phases, own[two].between_s) for one, two in pairwise(steps)]

@@ -104,7 +104,7 @@ class WorkerInjector:
                     self._fire(fault)
             elif fault.phase == "barrier":
                 self._stage_barrier(fault, moment, rank, step)
-            elif (fault.phase, fault.step, fault.rank) == (moment, step, rank):
+            elif (fault.phase, fault.rank) == (moment, rank) and step >= (fault.step or 0):
                 self._fire(fault)
 
         if moment == Phase.UPDATED and self._completes:
@@ -119,7 +119,8 @@ class WorkerInjector:
         In the first step after a recovery no spare has been started yet, so a fault in it finds none.
         """
         is_due = any(
-            fault.step == step and fault.loses_rank and not is_fired(self._run_dir, fault) for fault in self._faults
+            fault.step is not None and fault.step <= step and fault.loses_rank and not is_fired(self._run_dir, fault)
+            for fault in self._faults
         )
         if is_due or (self._run_dir / HOLD_FILE).exists():
             await_spare(self._coordination, self._run_dir)
@@ -141,13 +142,15 @@ class WorkerInjector:
 
     def _stage_barrier(self, fault: DrillFault, moment: str, rank: int | None, step: int) -> None:
         """Injects a fault into the barrier: the rank fails when one other rank has left it and the rest have not."""
-        if step != fault.step or rank is None:
+        if step < (fault.step or 0) or rank is None or moment not in ("barrier", "optimizer"):
             return
         others = [other for other in range(self._world_size) if other != fault.rank]
         leaver = others[0] if len(others) > 1 else None
+        if is_fired(self._run_dir, fault):
+            return
         if moment == "optimizer" and rank == leaver:
             os.write(self._meetings[fault.number], b"x")
-        if moment != "barrier" or is_fired(self._run_dir, fault):
+        if moment != "barrier":
             return
         if rank == fault.rank:
             if leaver is not None:
@@ -160,6 +163,16 @@ class WorkerInjector:
         is_again = not claim(self._run_dir, fault, time.monotonic())
         if is_again and not fault.strikes_each_replacement:
             return
+        if fault.kind != "pause" and fault.seconds is not None:
+            threading.Thread(target=self._strike_later, args=(fault, fault.seconds), daemon=True).start()
+        else:
+            self._strike(fault)
+
+    def _strike_later(self, fault: DrillFault, seconds: float) -> None:
+        threading.Event().wait(seconds)
+        self._strike(fault)
+
+    def _strike(self, fault: DrillFault) -> None:
         match fault.kind:
             case "pause":
                 assert fault.seconds is not None
