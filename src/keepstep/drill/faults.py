@@ -150,7 +150,7 @@ def default_faults(
 
 
 def _trains(place: Place) -> bool:
-    return "optimizer" in place.phases
+    return "backward" in place.phases
 
 
 class _Plan:
