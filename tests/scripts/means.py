@@ -1,6 +1,6 @@
 """Nested loops over epochs and batches that sum up losses for a line at the end of each epoch, also as a GAN.
 
-Usage: keepstep run --nproc-per-node 2 tests/scripts/means.py [--updates 2] [--accelerate] [--one-loop]
+Usage: keepstep run --nproc-per-node 2 tests/scripts/means.py [--updates 2] [--accelerate] [--one-loop] [--by-hand]
 """
 
 import argparse
@@ -16,7 +16,22 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--updates", type=int, default=1)
 parser.add_argument("--accelerate", action="store_true")
 parser.add_argument("--one-loop", action="store_true", help="session.batches() in place of epochs()")
+parser.add_argument("--by-hand", action="store_true", help="the script itself sets sums to 0 where an epoch begins")
 arguments = parser.parse_args()
+
+
+class Norms:
+    """Sums up the norms of batches."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.total = state["total"].clone()
+
 
 torch.manual_seed(0)
 session = keepstep.init(seed=2)
@@ -29,12 +44,17 @@ if arguments.accelerate:
 else:
     first, second = map(torch.nn.parallel.DistributedDataParallel, models)
 optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in (first, second)]
-sums = session.state(per_rank=True, reset="epoch", loss=0.0, seen=0)
+norms = Norms()
+if arguments.by_hand:
+    sums = session.state(per_rank=True, loss=0.0, seen=0)
+else:
+    sums = session.state(per_rank=True, reset="epoch", loss=0.0, seen=0)
 if arguments.accelerate:
     optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
     epochs = accelerator.epochs(loader, 3, updates=arguments.updates)
 else:
-    session.protect(first=first, second=second, **{f"optimizer{n}": each for n, each in enumerate(optimizers)})
+    own = {"per_rank": {"norms": norms}} if arguments.by_hand else {}
+    session.protect(first=first, second=second, critic=optimizers[0], maker=optimizers[1], **own)
     if not arguments.one_loop:
         sampled = DataLoader(dataset, 4, sampler=torch.utils.data.DistributedSampler(dataset))
         epochs = session.epochs(sampled, 3, updates=arguments.updates)
@@ -52,6 +72,7 @@ def train(step: keepstep.Step, batch: list[torch.Tensor]) -> None:
         loss.backward()
     sums.loss += loss.item() * len(x)
     sums.seen += len(x)
+    norms.total = norms.total + x.norm()
     x += 100.0  # in place
     optimizer.step()
 
@@ -59,8 +80,14 @@ def train(step: keepstep.Step, batch: list[torch.Tensor]) -> None:
 def tell(epoch: int) -> None:
     total = torch.tensor([sums.loss, sums.seen], dtype=torch.float64)
     torch.distributed.all_reduce(total)
+    session.defer(
+        write, f"epoch {epoch}: {total[0] / total[1]} of {total[1]}, norms {norms.total if arguments.by_hand else 0}"
+    )
+
+
+def write(line: str) -> None:
     with Path(f"means-of-{session.rank}.txt").open("a") as file:
-        file.write(f"epoch {epoch}: {total[0] / total[1]} of {total[1]}\n")
+        file.write(line + "\n")
 
 
 if arguments.one_loop:
@@ -72,5 +99,8 @@ if arguments.one_loop:
                 tell(step.epoch)
 else:
     for epoch in epochs:
+        if arguments.by_hand:
+            sums.loss, sums.seen = 0.0, 0
+            norms.total = torch.zeros(())
         epoch.run(train)
         tell(epoch)

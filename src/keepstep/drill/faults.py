@@ -133,7 +133,9 @@ def default_faults(
         return []
     last = max(0, len(places) - LATE_STEPS)
     usual_s = statistics.median(place.after_s for place in places)
-    pauses = [n for n in range(len(places) - 1) if places[n].after_s > max(_TELLING_PAUSE * usual_s, _SHORT_S)]
+    pauses = [
+        n for n in range(FIRST_STEP, len(places) - 1) if places[n].after_s > max(_TELLING_PAUSE * usual_s, _SHORT_S)
+    ]
     pauses.sort(key=lambda n: -places[n].after_s)
     ends = [n for n, (one, two) in enumerate(pairwise(places)) if _trains(one) and not _trains(two)]
     plan = _Plan(places, world_size)

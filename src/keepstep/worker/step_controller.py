@@ -188,14 +188,15 @@ class StepController:
         assert self._index is not None
         self._seed_step(self._index if number is None else number)
 
-    def settle(self, *, is_done: bool) -> None:
+    def settle(self, *, is_done: bool, is_own_done: bool) -> None:
         """Settles the script's changes since the step was yielded: a repetition of the step will not make them again.
 
         Args:
             is_done: True if the state contained these changes already when the step was yielded; they are undone. Else
                 they become part of the state with which the step begins.
+            is_own_done: the same for what this rank has of its own (``per_rank``).
         """
-        self._undoing.settle(is_done=is_done)
+        self._undoing.settle(is_done=is_done, is_own_done=is_own_done)
 
     def guard(self) -> None:
         """Protects what the script may write between two steps; see `WrittenParameters.guard`."""

@@ -91,7 +91,7 @@ class Epochs:
         counts = self.own.begun == epoch
         if not counts:
             self.own.begun = epoch
-        self._controller.settle(is_done=counts)
+        self._controller.settle(is_done=counts, is_own_done=counts and self._place()[1] > 0)
 
     def steps_of(self, epoch: int) -> Iterator[tuple[Step, Any]]:
         """The remaining steps of an epoch, each with its batch.

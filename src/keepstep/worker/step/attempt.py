@@ -11,7 +11,7 @@ from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rollback import StepSnapshot
 from keepstep.worker.step.comparison import Comparison
 from keepstep.worker.step.device_completion import DeviceCompletion
-from keepstep.worker.values.declared import DeclaredState
+from keepstep.worker.values.declared import DeclaredState, Own
 
 
 class Attempt:
@@ -33,6 +33,10 @@ class Attempt:
         self._declared = declared
         self._device = device
         self._comparison = Comparison(coordination, state, declared.replicated)
+        self._step: int | None = None
+        """The step that was handed out last."""
+        self._own: Own | None = None
+        """What was settled of this rank's own values for that step, which the other ranks do not hold."""
 
     def start_up(self) -> None:
         """Prepares the first step. Ranks that start together exchange their rank-local values."""
@@ -57,18 +61,36 @@ class Attempt:
             step: the step.
             is_first_of_epoch: see `DeclaredState.hand_out`.
         """
-        self._declared.hand_out(is_first_of_epoch)
+        if step != self._step:
+            self._step, self._own = step, None
+        is_first = is_first_of_epoch if self._own is None else False  # what is settled has begun anew
+        self._declared.hand_out(is_first)
         self._snapshot.take()
         self._layout.hand_out()
         self._comparison.hand_out(step)
         self._coordination.begin_attempt()
 
-    def settle(self, *, is_done: bool) -> None:
-        """See `StepController.settle`."""
+    def settle(self, *, is_done: bool, is_own_done: bool) -> None:
+        """See `StepController.settle`.
+
+        Args:
+            is_done: see there.
+            is_own_done: whether it also holds for what this rank has of its own. The other ranks hold that as it was at
+                the last barrier.
+        """
+        own = None if is_own_done else self._declared.own()
         if is_done:
-            self._snapshot.put_back()
+            self._put_back()
         else:
             self._snapshot.take()
+        if own is not None:
+            self._own = own
+            self._declared.load_own(own)
+
+    def _put_back(self) -> None:
+        self._snapshot.put_back()  # also this rank's own values, as the other ranks hold them
+        if self._own is not None:
+            self._declared.load_own(self._own)
 
     def guard(self) -> None:
         """Protects averages of parameters that the script may write to outside of steps; see `StepSnapshot.guard`."""
@@ -120,7 +142,7 @@ class Attempt:
         self.drain()
         self._snapshot.put_back_modes()  # DDP's reducer counts the parameters that are trained
         self._layout.undo(in_backward=coordination.phase is Phase.BACKWARD)
-        self._snapshot.put_back()
+        self._put_back()
         self._snapshot.guard()  # the script continues after the attempt
         self._declared.undone()
         self._machine.undone()
@@ -148,7 +170,7 @@ class Attempt:
         if not self._coordination.attempting:
             return True
         self.drain_device()
-        self._snapshot.put_back()
+        self._put_back()
         self._coordination.attempting = False
         return False
 

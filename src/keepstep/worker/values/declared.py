@@ -35,6 +35,8 @@ _LENGTH_BYTES = 8
 """At the beginning of a row: how long it is, and how long the changes of the rank's objects are, in 4 bytes each."""
 _LOCAL = "per rank"
 """The name of what all ranks hold of each other."""
+Own = tuple[dict[str, dict[str, bytes]], dict[str, bytes]]
+"""A rank's own values by the label of their object, and the state of its own objects by name, both as bytes."""
 
 
 class Moment(enum.Enum):
@@ -160,6 +162,16 @@ class DeclaredState:
             )
         for state, first in self._resets if is_first_of_epoch else ():
             vars(state).update(copy.deepcopy(first))
+
+    def own(self) -> Own:
+        """The present values of this rank's own, which the other ranks get only at the barrier."""
+        return {name: state.as_bytes() for name, state in self._local.items()}, self._rank_objects.own()
+
+    def load_own(self, own: Own) -> None:
+        """Restores what `own` has returned."""
+        for name, values in own[0].items():
+            _load(self._local[name], values)
+        self._rank_objects.load_own(own[1])
 
     def before_barrier(self, world_size: int) -> None:
         """Exchanges the local values with all ranks.
@@ -305,8 +317,7 @@ class _LocalTable:
         except msgspec.MsgspecError as error:
             raise RemoteProtocolError(f"the local values of rank {rank} do not parse: {error}") from error
         for name, values in row.items():
-            own = self._states[name]
-            own.load_state_dict({key: from_bytes(content, f"{name}.{key}") for key, content in values.items()})
+            _load(self._states[name], values)
         self._objects.load(state["objects"], rank)
 
     def _check(self, state: dict[str, Any], world_size: int) -> None:
@@ -317,6 +328,10 @@ class _LocalTable:
             )
         if state["names"] != self._names:
             raise StateMismatch(f"each rank's own is {self._names} here, and in the state {state['names']}")
+
+
+def _load(state: State, values: dict[str, bytes]) -> None:
+    state.load_state_dict({key: from_bytes(content, f"{state!r}.{key}") for key, content in values.items()})
 
 
 def _never(_attribute: str) -> None:

@@ -172,6 +172,19 @@ class RankObjects:
             (thing.label for name, thing in self._objects.items() if thing.encoded() != self._sealed.get(name)), None
         )
 
+    def own(self) -> dict[str, bytes]:
+        """The present state of this rank's objects, by name, which it does not share by this."""
+        return {name: thing.encoded() for name, thing in self._objects.items()}
+
+    def load_own(self, own: dict[str, bytes]) -> None:
+        """Restores what `own` has returned.
+
+        Raises:
+            StateMismatch: an object does not have its state then.
+        """
+        for name, encoded in own.items():
+            self._objects[name].load(encoded)
+
     # ---- as protected state -----------------------------------------------------------------------------------------
 
     def packed(self) -> dict[str, bytes]:

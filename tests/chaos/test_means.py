@@ -1,0 +1,31 @@
+"""Sums of an epoch survive a loss where epochs begin and end, and each line of them is written once."""
+
+from pathlib import Path
+
+import pytest
+from tests.support.jobs import SCRIPTS, drill
+
+NUM_BATCHES = 7
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("form", ["--accelerate", "--one-loop", "--by-hand"])
+def test_a_rank_is_lost_where_epochs_begin_and_end(tmp_path: Path, form: str, updates: int) -> None:
+    steps = NUM_BATCHES * updates
+    epoch = steps if form == "--one-loop" else steps + 1
+    ends = [n * epoch + steps - 1 for n in range(3)]
+    places = [(3, "backward", 1), (epoch, "forward", 0), (ends[1], "updated", 1), (ends[2], "updated", 0)]
+    faults = ";".join(f"kill@step={step},phase={phase},rank={rank}" for step, phase, rank in places)
+    options = ("--nproc-per-node", 2, "--spares", 1, "--compare", "means*", "--faults", faults)
+    code, result, output = drill(tmp_path, *options, SCRIPTS / "means.py", form, "--updates", updates)
+    assert code == 0, output
+    assert result["identical"]
+    assert result["missed"] == []
+
+
+def test_a_drill_of_which_nothing_is_said(tmp_path: Path) -> None:
+    options = ("--nproc-per-node", 2, "--spares", 1, "--compare", "means*")
+    code, result, output = drill(tmp_path, *options, SCRIPTS / "means.py")
+    assert code == 0, output
+    assert result["missed"] == []
+    assert any("phase=updated,rank=0" in fault["specification"] for fault in result["faults"]), result["faults"]
