@@ -74,6 +74,8 @@ def train(step: keepstep.Step, batch: list[torch.Tensor]) -> None:
     sums.seen += len(x)
     norms.total = norms.total + x.norm()
     x += 100.0  # in place
+    if arguments.one_loop and step.is_epoch_end:
+        tell(step.epoch)
     optimizer.step()
 
 
@@ -95,8 +97,6 @@ if arguments.one_loop:
     for step, batch in session.batches(sampled, epochs=3, updates=arguments.updates):
         with step:
             train(step, batch)
-            if step.is_epoch_end:
-                tell(step.epoch)
 else:
     for epoch in epochs:
         if arguments.by_hand:
