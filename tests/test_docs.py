@@ -56,8 +56,8 @@ NOT_RUN = {
     ): "parsed below; README.md's drill is run, with a kill in every phase",
     "keepstep drill --nproc-per-node 3 --faults none script.py": "tests/chaos has one",
     "keepstep dashboard run": "it serves until it is interrupted; tests/e2e looks at it",
-    "keepstep status --run-dir run": "it needs a job that runs at the same time; tests/launcher has one",
-    "keepstep status --run-dir run --json": "as above",
+    "keepstep status run": "it needs a job that runs at the same time; tests/launcher has one",
+    "keepstep status run --json": "as above",
     'keepstep drill --nproc-per-node 3 --faults "kill@step=7,phase=synced; kill@during=restore,rank=0" script.py': (
         "parsed below, as above"
     ),

@@ -14,6 +14,9 @@ import pytest
 from tests.support.jobs import SCRIPTS, run, running, status
 from tests.support.watching import await_journal
 
+from keepstep.protocol.recovery import RecoverySettings
+from keepstep.trace.record import runfolder
+
 TINY = SCRIPTS / "tiny.py"
 
 
@@ -403,9 +406,16 @@ def test_faults_that_do_not_parse(faults: str) -> None:
 
 
 def test_status_of_no_job(tmp_path: Path) -> None:
-    code, _out, err = run("status", "--run-dir", tmp_path)
-    assert code == 2
-    assert "no job is running there" in err
+    runfolder.begin(tmp_path, runfolder.new_run(("train.py",), "node", RecoverySettings(world_size=1, num_spares=0)))
+    code, _out, err = run("status", tmp_path)
+    assert (code, err) == (2, f"keepstep status: {tmp_path}: no job is running there\n")
+
+
+@pytest.mark.parametrize("view", ["status", "top", "report", "dashboard"])
+def test_views_of_no_run(view: str, tmp_path: Path) -> None:
+    folder = tmp_path / "nothing"
+    code, _out, err = run(view, folder)
+    assert (code, err) == (2, f"keepstep {view}: {folder}: no run is recorded there (no run.json)\n")
 
 
 def test_lines_of_several_ranks_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
