@@ -36,6 +36,8 @@ def test_runs_and_reports(tmp_path: Path, method: list[str]) -> None:
     code, out, err = run("run", "--nproc-per-node", 2, "--report", report, *method, TINY)
     assert code == 0, err
     assert len(sums(out)) == 1
+    assert err.splitlines()[-1].endswith(" steps, no rank lost")
+    assert "dashboard" not in err, "the run's folder is gone"
     result = json.loads(report.read_text())
     assert (result["exit_code"], result["recoveries"], result["generation"]) == (0, [], 1)
 
@@ -133,6 +135,24 @@ def test_a_job_started_again_goes_on_from_its_checkpoint(tmp_path: Path) -> None
     assert code == 0, err
     assert begun(out) <= {"5", "10"}
     assert sums(out) == sums(run("run", "--nproc-per-node", 2, TINY, "--steps", 30)[1])
+
+
+def test_the_end_of_a_job_says_what_it_did_and_how_to_look_at_it(tmp_path: Path) -> None:
+    body = (
+        "import os, signal\n"
+        "model = torch.nn.parallel.DistributedDataParallel(model)\n"
+        "session.protect(model=model, optimizer=optimizer)\n"
+        "for step in session.steps(9):\n    with step:\n        optimizer.zero_grad()\n"
+        "        model(torch.ones(2)).sum().backward()\n"
+        "        if step == 5 and session.rank == 1 and session.generation == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        optimizer.step()\n"
+    )
+    path, folder = script(tmp_path, body), tmp_path / "a run"
+    code, _out, err = run("run", "--nproc-per-node", 2, "--run-dir", folder, path)
+    assert code == 0, err
+    looking, closing = err.splitlines()[-2:]
+    assert looking == f"keepstep: to look at this run: keepstep dashboard '{folder}'"
+    assert re.fullmatch(r"keepstep: 9 steps, 1 rank lost, recovered in \d+\.\d s", closing), err
 
 
 def test_too_few_ranks(tmp_path: Path) -> None:
