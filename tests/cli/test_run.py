@@ -142,7 +142,7 @@ def test_the_end_of_a_job_says_what_it_did_and_how_to_look_at_it(tmp_path: Path)
         "import os, signal\n"
         "model = torch.nn.parallel.DistributedDataParallel(model)\n"
         "session.protect(model=model, optimizer=optimizer)\n"
-        "for step in session.steps(9):\n    with step:\n        optimizer.zero_grad()\n"
+        "for step in session.steps(20):\n    if step == 9: break\n    with step:\n        optimizer.zero_grad()\n"
         "        model(torch.ones(2)).sum().backward()\n"
         "        if step == 5 and session.rank == 1 and session.generation == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         "        optimizer.step()\n"

@@ -29,7 +29,7 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
         "generation": machine.generation,
         "world_size": machine.settings.world_size,
         "spares": machine.roster.num_warm_spares,
-        "steps": machine.progress.trained_to,
+        "steps": max([machine.progress.trained_to, *_ends(machine)]),
         "quarantine": {str(place): why for place, why in machine.quarantine.held.items()},
         "closed_devices": {
             str(Place(node.name, device)) if device < node.num_devices else f"slot {device} of node {node.name}": reason
@@ -48,6 +48,11 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
     if status is not None:
         report["workers"] = status
     return report
+
+
+def _ends(machine: RecoveryMachine) -> list[int]:
+    """Returns the completed steps of each script that has ended, which may be before the last step of its loop."""
+    return [worker.completed_steps or 0 for worker in machine.roster.workers.values() if worker.done]
 
 
 def ranks_lost(records: Sequence[RecoveryRecord]) -> int:
