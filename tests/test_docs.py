@@ -43,6 +43,7 @@ DEADLINE_S = 60
 
 NOT_RUN = {
     "make demo": "the drill of the README's own script is run below; the demo itself takes twenty seconds",
+    "pip install keepstep": "it installs from a network; the tests run what is here",
     "make test": "it is what runs this test",
     "python examples/serve_transformers.py": "tests/chaos/test_generation.py runs it",
     "python examples/rl_loop.py --kill": "tests/chaos/test_rl_loop.py runs it",
@@ -56,8 +57,8 @@ NOT_RUN = {
     ): "parsed below; README.md's drill is run, with a kill in every phase",
     "keepstep drill --nproc-per-node 3 --faults none script.py": "tests/chaos has one",
     "keepstep dashboard run": "it serves until it is interrupted; tests/e2e looks at it",
-    "keepstep status --run-dir run": "it needs a job that runs at the same time; tests/launcher has one",
-    "keepstep status --run-dir run --json": "as above",
+    "keepstep status run": "it needs a job that runs at the same time; tests/launcher has one",
+    "keepstep status run --json": "as above",
     'keepstep drill --nproc-per-node 3 --faults "kill@step=7,phase=synced; kill@during=restore,rank=0" script.py': (
         "parsed below, as above"
     ),
