@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.agent.settings import AgentSettings
-from keepstep.drill.explanation import RecordedRun, explain, unrecorded
+from keepstep.drill.explanation import RecordedRun, began_later, explain, unrecorded
 from keepstep.drill.faults import DrillFault, default_faults, fired_at, weather, write_plan
 from keepstep.drill.files import compare_files, first_written_s
 from keepstep.drill.logs import end_of_logs
@@ -245,11 +245,11 @@ def _compare(
     rows.sort(key=lambda row: row["at_s"])
     is_equal = is_through(second.report) and first.digest == second.digest and first.replicas_agree
     identical = is_equal and difference is None
-    explanation = None
-    if is_equal and difference is not None:
-        explanation = unrecorded(difference)
-    elif not is_equal:
+    explanation = began_later(first.recorded, second.recorded)
+    if explanation is None and not is_equal:
         explanation = explain(first.recorded, second.recorded, rows)
+    elif explanation is None and difference is not None:
+        explanation = unrecorded(difference)
     return {
         "identical": identical,
         "state_dicts": difference,
