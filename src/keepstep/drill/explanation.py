@@ -55,7 +55,10 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a drill prints NO, or what makes its yes worth little. ``fault`` is the specification of the last fault before the difference."""
+    """Why a drill prints NO, or what makes its yes worth little.
+
+    ``fault`` is the specification of the last fault before the difference.
+    """
 
     kind: Kind
     sentences: tuple[str, ...]
@@ -137,7 +140,7 @@ def began_later(first: RecordedRun, second: RecordedRun) -> Explanation | None:
         return None
     text = (
         f"The second run began at step {other}, and the first one at step {one}, because it loaded files that the "
-        "first one wrote. Give --compare with a pattern of these files: each run then has a working directory of its own."
+        "first one wrote. Give --compare with a pattern of them: each run then has a working directory of its own."
     )
     return Explanation(Kind.BEGAN_LATER, (text,))
 
