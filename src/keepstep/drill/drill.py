@@ -307,7 +307,9 @@ def own_exceptions(records: Sequence[RecoveryRecord], rows: Sequence[dict[str, A
     return own
 
 
-def recovery_from(at_s: float, rank: int | None, records: Sequence[RecoveryRecord]) -> RecoveryRecord | None:
+def recovery_from(
+    at_s: float, rank: int | None, records: Sequence[RecoveryRecord], but_for: Cause | None = None
+) -> RecoveryRecord | None:
     """Returns the recovery that a fault has caused; None if this rank was not lost.
 
     If the rank was lost more than once, it is the recovery whose loss is nearest to the fault in time. The recovery may
@@ -317,12 +319,13 @@ def recovery_from(at_s: float, rank: int | None, records: Sequence[RecoveryRecor
         at_s: time of the fault, in monotonic seconds.
         rank: the rank that it hit.
         records: the recoveries of the run.
+        but_for: a cause that the loss cannot have.
     """
     losses = [
         (abs(failure.since_s - at_s), number)
         for number, record in enumerate(records)
         for failure in record.failures
-        if failure.rank == rank and failure.since_s >= at_s - CLOSE_S
+        if failure.rank == rank and failure.cause != but_for and failure.since_s >= at_s - CLOSE_S
     ]
     return records[min(losses)[1]] if losses else None
 
@@ -332,7 +335,8 @@ def _row(fault: DrillFault, at_s: float, rank: int | None, records: list[Recover
     later recovery."""
     if fault.kind == "pause":  # it may follow a kill of the same rank, whose recovery is not its own
         records = [record for record in records if any(failure.cause is Cause.HANG for failure in record.failures)]
-    record = recovery_from(at_s, rank, records)
+    # A hang may follow a kill of the same rank more closely than its own loss follows it.
+    record = recovery_from(at_s, rank, records, Cause.SIGNAL if fault.kind == "hang" else None)
     row: dict[str, Any] = {
         "fault": fault.kind if fault.seconds is None else f"{fault.kind} {fault.seconds:g} s",
         "specification": str(fault),
