@@ -10,7 +10,7 @@ import pytest
 
 from keepstep.drill import faults
 from keepstep.drill.faults import IN_A_STEP, KINDS, MOMENTS, DrillFault, claim, default_faults, fired_at, parse, weather
-from keepstep.drill.records import Place
+from keepstep.drill.records import StepPlace
 from keepstep.errors import ConfigurationError
 
 GOOD = {
@@ -157,14 +157,14 @@ def test_a_bad_specification_is_named_with_what_is_allowed(text: str, message: s
     assert str(caught.value).startswith(message)
 
 
-def places(num_steps: int, **pauses: float) -> list[Place]:
+def places(num_steps: int, **pauses: float) -> list[StepPlace]:
     """Steps with all phases, after some of which, ``after_N``, more time passes than usual."""
-    return [Place(step, IN_A_STEP, pauses.get(f"after_{step}", 0.001)) for step in range(num_steps)]
+    return [StepPlace(step, IN_A_STEP, pauses.get(f"after_{step}", 0.001)) for step in range(num_steps)]
 
 
-def without(found: list[Place], phases: str, *steps: int) -> list[Place]:
+def without(found: list[StepPlace], phases: str, *steps: int) -> list[StepPlace]:
     return [
-        Place(place.step, tuple(phase for phase in place.phases if phase not in phases.split()), place.after_s)
+        StepPlace(place.step, tuple(phase for phase in place.phases if phase not in phases.split()), place.after_s)
         if not steps or place.step in steps
         else place
         for place in found

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.drill.records import IN_A_STEP, Place
+from keepstep.drill.records import IN_A_STEP, StepPlace
 from keepstep.errors import ConfigurationError
 
 KINDS = ("kill", "hang", "segv", "exit", "raise", "pause", "spare-kill")
@@ -114,7 +114,7 @@ def parse(text: str, world_size: int) -> list[DrillFault]:
 
 
 def default_faults(
-    world_size: int, places: Sequence[Place], *, most: int = sys.maxsize, written: int | None = None
+    world_size: int, places: Sequence[StepPlace], *, most: int = sys.maxsize, written: int | None = None
 ) -> list[DrillFault]:
     """Returns kills where scripts are weak, chosen from the run without failures: one in each phase that occurs.
 
@@ -151,14 +151,14 @@ def default_faults(
     return plan.faults(most)
 
 
-def _trains(place: Place) -> bool:
+def _trains(place: StepPlace) -> bool:
     return "backward" in place.phases
 
 
 class _Plan:
     """Kills at steps of their own."""
 
-    def __init__(self, places: Sequence[Place], world_size: int) -> None:
+    def __init__(self, places: Sequence[StepPlace], world_size: int) -> None:
         self._places = places
         self._world_size = world_size
         self._found: list[DrillFault] = []
