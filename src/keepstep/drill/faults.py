@@ -185,7 +185,9 @@ class _Plan:
         """The first of the kills, in the order of their steps, and a slow start of what replaces rank 0."""
         kept = sorted(self._found[:most], key=lambda fault: fault.step or 0)
         slow = DrillFault(number=0, kind="pause", during="forward", rank=0, seconds=SLOW_START_S)
-        return [msgspec.structs.replace(fault, number=number) for number, fault in enumerate([*kept, slow])]
+        late = max((n for n, fault in enumerate(kept) if fault.rank == 0), default=0)
+        kept.insert(late + 1, slow)  # it waits for all kills in front of it
+        return [msgspec.structs.replace(fault, number=number) for number, fault in enumerate(kept)]
 
 
 def weather(world_size: int, num_steps: int, hang_after_s: float) -> list[DrillFault]:
