@@ -364,7 +364,15 @@ OF_A_RUN = {
 
 
 def test_named_files_are_there() -> None:
-    below = (".", "src/keepstep", "src/keepstep/protocol", "src/keepstep/drill", "benchmarks", "docs", "examples/porting")
+    below = (
+        ".",
+        "src/keepstep",
+        "src/keepstep/protocol",
+        "src/keepstep/drill",
+        "benchmarks",
+        "docs",
+        "examples/porting",
+    )
     missing = [
         f"{page.name}: {name}"
         for page in TEXTS
