@@ -8,19 +8,71 @@ from tests.support.jobs import SCRIPTS, drill
 NUM_BATCHES = 7
 
 
-@pytest.mark.parametrize(("form", "updates"), [("--accelerate", 2), ("--one-loop", 2), ("--by-hand", 1)])
-def test_a_rank_is_lost_where_epochs_begin_and_end(tmp_path: Path, form: str, updates: int) -> None:
-    steps = NUM_BATCHES * updates
-    epoch = steps if form == "--one-loop" else steps + 1
-    ends = [n * epoch + steps - 1 for n in range(3)]
-    end = "backward" if form == "--one-loop" else "updated"  # in one loop a rank's line of a step is lost with it
-    places = [(3, "backward", 1), (epoch, "forward", 0), (ends[1], end, 1), (ends[2], end, 0)]
+def check(folder: Path, places: list[tuple[int, str, int]], *options: object) -> None:
+    """Drills kills at (step, phase, rank)."""
     faults = ";".join(f"kill@step={step},phase={phase},rank={rank}" for step, phase, rank in places)
-    options = ("--nproc-per-node", 2, "--spares", 1, "--compare", "means*", "--faults", faults)
-    code, result, output = drill(tmp_path, *options, SCRIPTS / "means.py", form, "--updates", updates)
+    ranks = ("--nproc-per-node", 2, "--spares", 1, "--compare", "means*", "--faults", faults)
+    code, result, output = drill(folder, *ranks, SCRIPTS / "means.py", *options)
     assert code == 0, output
     assert result["identical"]
     assert result["missed"] == []
+
+
+@pytest.mark.parametrize(("form", "updates"), [("--accelerate", 2), ("--by-hand", 1)])
+def test_a_rank_is_lost_where_epochs_begin_and_end(tmp_path: Path, form: str, updates: int) -> None:
+    steps = NUM_BATCHES * updates
+    beginnings, ends = ([n * (steps + 2) + at for n in range(3)] for at in (0, steps + 1))
+    places = [
+        (3, "backward", 1),
+        (ends[0] - 1, "updated", 0),
+        (beginnings[1] + 1, "forward", 0),
+        (ends[1], "forward", 1),
+        (beginnings[2], "forward", 0),
+        (ends[2] - 1, "updated", 0),
+    ]
+    check(tmp_path, places, form, "--updates", updates)
+
+
+def test_a_rank_is_lost_at_the_ends_of_epochs_in_one_loop(tmp_path: Path) -> None:
+    """In the backward: a rank's line of a step is lost with the rank behind the update."""
+    steps = NUM_BATCHES * 2
+    places = [(3, "backward", 1), (steps - 1, "backward", 0), (2 * steps, "forward", 1), (3 * steps - 1, "backward", 0)]
+    check(tmp_path, places, "--one-loop", "--updates", 2)
+
+
+BEGINNINGS, ENDS = (range(at, 3 * (NUM_BATCHES + 2), NUM_BATCHES + 2) for at in (0, NUM_BATCHES + 1))
+
+
+@pytest.mark.parametrize(
+    ("places", "options"),
+    [
+        (
+            [
+                (3, "backward", 1),
+                (ENDS[0], "forward", 0),
+                (BEGINNINGS[1] + 4, "updated", 1),
+                (BEGINNINGS[2], "forward", 0),
+                (BEGINNINGS[2] + 5, "optimizer", 1),
+            ],
+            (),
+        ),
+        (
+            [
+                (ENDS[0] - 1, "updated", 0),
+                (BEGINNINGS[1] + 1, "forward", 1),
+                (ENDS[1], "synced", 0),
+                (BEGINNINGS[2] + 3, "barrier", 1),
+                (ENDS[2], "updated", 1),
+            ],
+            ("--by-hand",),
+        ),
+    ],
+    ids=["sums of an epoch", "set to zero by hand"],
+)
+def test_shards_without_replicas_go_back_to_no_epoch_before(
+    tmp_path: Path, places: list[tuple[int, str, int]], options: tuple[str, ...]
+) -> None:
+    check(tmp_path, places, "--shards", *options)
 
 
 def test_a_drill_of_which_nothing_is_said(tmp_path: Path) -> None:

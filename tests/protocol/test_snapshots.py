@@ -40,6 +40,20 @@ def test_all_count_from_the_step_at_which_they_resumed() -> None:
     assert due(schedule, range(7, 12)) == [7, 10], "asked for by number they are taken in any case"
 
 
+def test_a_step_from_which_the_loop_cannot_go_back_has_the_snapshot_of_the_next_one() -> None:
+    """Every tenth step is of that kind, and so is the one before it."""
+    schedule = SnapshotSchedule(5)
+    schedule.ahead = lambda step: step % 10 in (0, 9)
+    schedule.resumed(0, LONE_ON_TWO_NODES)
+    assert due(schedule, range(21)) == [0, 5, 15], "the first is there for ranks that have none yet"
+    assert [step for step in range(21) if schedule.is_next_due(step)] == [0, 9, 10, 19, 20]
+    assert [step for step in range(21) if schedule.is_second_copy_due(step)] == [0, 4, 8, 9, 14, 18, 19]
+    off = SnapshotSchedule(0)
+    off.ahead = schedule.ahead
+    off.resumed(0, LONE)
+    assert not any(off.is_next_due(step) or off.is_second_copy_due(step) for step in range(21))
+
+
 def test_off() -> None:
     schedule = SnapshotSchedule(0)
     schedule.resumed(0, LONE)

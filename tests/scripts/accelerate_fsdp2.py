@@ -15,7 +15,7 @@ from keepstep.integrations.accelerate import KeepstepAccelerator
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--snapshot-every", default="auto")
-parser.add_argument("--epochs", action="store_true", help="a loop over epochs, which is refused")
+parser.add_argument("--epochs", action="store_true", help="a loop over epochs with one over steps in it")
 arguments = parser.parse_args()
 
 torch.set_num_threads(1)

@@ -1,12 +1,13 @@
 """Nested loops over epochs and batches that sum up losses for a line at the end of each epoch, also as a GAN.
 
-Usage: keepstep run --nproc-per-node 2 tests/scripts/means.py [--updates 2] [--accelerate] [--one-loop] [--by-hand]
+Usage: keepstep run --nproc-per-node 2 tests/scripts/means.py [--updates 2] [--accelerate] [...]
 """
 
 import argparse
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import keepstep
@@ -17,6 +18,7 @@ parser.add_argument("--updates", type=int, default=1)
 parser.add_argument("--accelerate", action="store_true")
 parser.add_argument("--one-loop", action="store_true", help="session.batches() in place of epochs()")
 parser.add_argument("--by-hand", action="store_true", help="the script itself sets sums to 0 where an epoch begins")
+parser.add_argument("--shards", action="store_true", help="FSDP2, so that the job may have to go back")
 arguments = parser.parse_args()
 
 
@@ -41,6 +43,8 @@ loader = DataLoader(dataset, batch_size=4, shuffle=True)
 if arguments.accelerate:
     accelerator = KeepstepAccelerator(cpu=True)
     first, second, loader = accelerator.prepare(models[0], models[1], loader)
+elif arguments.shards:
+    first, second = map(fully_shard, models)
 else:
     first, second = map(torch.nn.parallel.DistributedDataParallel, models)
 optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in (first, second)]
@@ -54,6 +58,7 @@ if arguments.accelerate:
     epochs = accelerator.epochs(loader, 3, updates=arguments.updates)
 else:
     own = {"per_rank": {"norms": norms}} if arguments.by_hand else {}
+    own |= {"snapshot_every": 4} if arguments.shards else {}
     session.protect(first=first, second=second, critic=optimizers[0], maker=optimizers[1], **own)
     if not arguments.one_loop:
         sampled = DataLoader(dataset, 4, sampler=torch.utils.data.DistributedSampler(dataset))

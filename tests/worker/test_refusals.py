@@ -346,7 +346,6 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "worker.loop.loops:Loops._refuse_second_loop": ("One loop covers all epochs; keepstep refuses a second one.",),
     "worker.loop.loops:Loops._loop": ("Pass the same n to `steps(n)` on all ranks",),
     "worker.loop.loops:Loops._protected_controller": ("`session.steps()` before `protect()`",),
-    "worker.loop.loops:Loops._refuse_going_back": ("If a shard has no replica, keepstep refuses `session.epochs()`",),
     "worker.loop.loops:Loops.run_step": ("",),
     "worker.loop.loops:_check_start": ("",),
     "worker.loop.stream:StreamReading._refuse_empty": ("",),

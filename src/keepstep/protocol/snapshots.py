@@ -9,6 +9,12 @@ passed the barrier of step s, all ranks hold the snapshot of s. When one rank be
 both copies of the last one, and may overwrite the older one. This needs no message. Whenever ranks or nodes are lost,
 there is a newest step of which all ranks have, or had, a snapshot.
 
+A loop may have steps without an update, from which it cannot go back to an earlier one, as at the end of an epoch. Such
+a step s has no snapshot of its own. In it each rank completes both copies of the snapshot of s + 1 before it enters the
+gradient barrier, where the state is that of s + 1 already. So when one rank has passed that barrier, all ranks have the
+snapshot of s + 1, and no loss takes the job back to s or before. If one is lost earlier, there is the snapshot that all
+ranks had before step s, because a rank begins the next one only in s.
+
 A recovery can interrupt that. When all ranks resume and take their first snapshot of the new generation, the newest
 snapshot may have no second copy yet. Then no rank may overwrite the snapshot before it. The controller knows which
 snapshots all ranks hold, and names the step in `keepstep.protocol.messages.Recover` (``kept_step``).
@@ -21,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from keepstep.protocol.messages import Membership
 
@@ -51,6 +57,8 @@ class SnapshotSchedule:
         self.known = 0
         """The interval on which the ranks agreed in an earlier generation, and can agree again; 0 if none."""
         self._is_on_several_nodes = False
+        self.ahead: Callable[[int], bool] = lambda _step: False
+        """Tells of a step whether it makes no update, and each rank takes the snapshot of the next one in it."""
 
     @property
     def every(self) -> int | None:
@@ -74,16 +82,20 @@ class SnapshotSchedule:
 
     def is_due(self, step: int) -> bool:
         """Returns whether each rank must take a snapshot of this step, unless it holds one already."""
-        if self._every == 0:
+        if self._every == 0 or (self.ahead(step) and step != self._first):
             return False
         return (step - self._first) % (self._every or TRIAL_EVERY) == 0
+
+    def is_next_due(self, step: int) -> bool:
+        """Returns whether each rank must take the snapshot of ``step + 1`` before the gradient barrier of ``step``."""
+        return self._every != 0 and self.ahead(step)
 
     def is_second_copy_due(self, step: int) -> bool:
         """Returns whether a rank may pass the gradient barrier of ``step`` only once its buddy has its newest snapshot.
 
         This also holds for the first step of a generation: after it, every rank has two copies again.
         """
-        return self._every != 0 and (step == self._first or self.is_due(step + 1))
+        return self._every != 0 and (step == self._first or self.is_due(step + 1) or self.ahead(step + 1))
 
     def is_agreed_in(self, step: int) -> bool:
         """Returns whether the ranks may agree on the interval of snapshots in this step's gradient barrier.

@@ -203,6 +203,11 @@ class Recovery:
         if self._snapshots is not None:
             self._snapshots.hand_out(step, is_compared=self._attempt.may_be_refused(step))
 
+    def take_ahead(self, ahead: Callable[[int], bool]) -> None:
+        """See `SnapshotSchedule.ahead`."""
+        if self._snapshots is not None:
+            self._snapshots.take_ahead(ahead)
+
     def before_barrier(self) -> None:
         """Waits until the snapshot of the step is complete, before this rank reports that it is synced."""
         if self._snapshots is not None and not self._coordination.interrupted:

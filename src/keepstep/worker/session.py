@@ -22,7 +22,6 @@ from torch import distributed as dist
 from keepstep import config
 from keepstep.errors import ConfigurationError, PeerLost, UsageError
 from keepstep.protocol.phases import Phase
-from keepstep.protocol.snapshots import lone_shards
 from keepstep.shared import lifeline, tagpage, tracebacks
 from keepstep.shared.snapshotfile import SnapshotFile
 from keepstep.systemcalls import loopback, needed
@@ -589,12 +588,6 @@ class Session(Loops):
         reached = self._coordination.machine.steps.parameters_at
         is_short = reached is not None and reached < num_steps and not self._coordination.machine.terminated
         return reached if is_short else None
-
-    def _goes_back(self) -> bool:
-        membership = self._coordination.machine.membership
-        if self.world_size == 1 or membership is None or self._recovery is None or self.generation > 1:
-            return False  # also not in a later generation: a job that already trains goes on as long as it can
-        return self._recovery.takes_snapshots and bool(lone_shards(membership))
 
     def _tell_of_forgotten(self) -> None:
         """Warns on rank 0, as the job begins, of objects with a state that was not given to `protect`."""

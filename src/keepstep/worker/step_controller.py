@@ -209,6 +209,10 @@ class StepController:
         """
         self._coordination.leaves_between_steps = True
 
+    def take_ahead(self, ahead: Callable[[int], bool]) -> None:
+        """Sets the steps from which the loop cannot go back; see `SnapshotSchedule.ahead`."""
+        self._recovery.take_ahead(ahead)
+
     def earliest_step(self, present: int) -> int:
         """The earliest step to which the job may go back from step ``present``, with a snapshot in memory."""
         return min((present, *self._recovery.steps_in_memory()))

@@ -82,6 +82,29 @@ def test_a_rank_goes_back_to_either_of_its_two(memory: int, optimizer: str) -> N
         assert content(rank.state) == rank.contents[back]
 
 
+def test_the_snapshot_of_the_next_step_is_taken_where_the_loop_cannot_go_back(memory: int) -> None:
+    rank = Rank(memory, every=5)
+    rank.snapshots.take_ahead(lambda step: step in (3, 4))
+    for step in range(3):
+        rank.step(step)
+
+    def pass_on(step: int, seen: int) -> Any:
+        rank.snapshots.hand_out(step)
+        rank.own.state = {"seen": seen}  # the script's code in a step without an update
+        rank.snapshots.complete(step, lambda is_waiting: None)
+        return content(rank.state)
+
+    pass_on(3, seen=30)
+    at_4 = pass_on(3, seen=31)  # it comes again
+    assert rank.snapshots.steps(RANK) == (0, 4)
+    at_5 = pass_on(4, seen=40)
+    assert rank.snapshots.steps(RANK) == (4, 5)
+    rank.step(5)
+    for step, expected in ((4, at_4), (5, at_5)):
+        assert rank.snapshots.load(RANK, step)
+        assert content(rank.state) == expected
+
+
 def test_to_a_step_before_there_was_optimizer_state(memory: int) -> None:
     rank = Rank(memory)
     rank.step(0)

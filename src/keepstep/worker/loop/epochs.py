@@ -5,7 +5,14 @@ finished it: if one is lost before, all ranks repeat the end of that epoch.
 
 Code at the *beginning* of an epoch, such as ``model.train()``, runs once on a surviving rank, even if the epoch's first
 step is repeated. So its changes to the protected state are part of the state in which that step begins, once for the
-job: a replacement that enters the epoch later runs it as well, and gets its changes from the others.
+job: a replacement that enters the epoch later runs it as well, and gets its changes from the others. It has a number of
+its own, too, in front of those of the steps.
+
+If a shard has no replica, a loss takes the job back to a snapshot. A rank can go back to any step of the present epoch:
+within the loop over steps, or, from the end of the epoch, by getting the same epoch once more. It cannot go back to the
+epoch before, whose end it has left. So at the two numbers that are no steps all ranks have the snapshot of the next
+number before they leave (`SnapshotSchedule.ahead`). When an epoch begins, all have the snapshot of its beginning, and
+in its first step one with what the code at the beginning has changed.
 """
 
 from __future__ import annotations
@@ -41,6 +48,15 @@ class Epochs:
         """Steps of each epoch. With ``accumulate`` the last one may have fewer batches."""
         return self._reading.steps_per_epoch
 
+    @property
+    def numbers_per_epoch(self) -> int:
+        """Numbers of each epoch: those of its steps, one before them and one after them."""
+        return self.steps_per_epoch + 2
+
+    def is_step(self, number: int) -> bool:
+        """Whether a number is that of a step, and not that of the beginning or end of an epoch."""
+        return 0 < number % self.numbers_per_epoch <= self.steps_per_epoch
+
     def __len__(self) -> int:
         """Epochs of the whole training."""
         return self._reading.epochs
@@ -59,31 +75,35 @@ class Epochs:
             self._reading.close()
 
     def _place(self) -> tuple[int, int]:
-        """The current epoch and the position in it. The end of an epoch is the position after all its steps."""
+        """The current epoch, and the position in it: 0 before its steps, 1 in the first of them."""
         assert self._index is not None
-        return divmod(self._index, self.steps_per_epoch + 1)
+        return divmod(self._index, self.numbers_per_epoch)
 
     def _next(self) -> None:
         controller = self._controller
         assert controller is not None
-        self._index = controller.next_step(len(self) * (self.steps_per_epoch + 1))
+        self._index = controller.next_step(len(self) * self.numbers_per_epoch)
 
-    def _end(self) -> None:
-        """The script has finished the code at the end of an epoch. It is committed when all ranks have finished it."""
+    def _commit(self) -> None:
+        """Commits the script's code at the beginning or end of an epoch, when all ranks have finished it."""
         controller = self._controller
         assert controller is not None
-        epoch, position = self._place()
-        if position < self.steps_per_epoch:
-            raise UsageError(
-                f"epoch {epoch} was left before step {position} of {self.steps_per_epoch}: iterate it to its end, "
-                "'for step, batch in epoch', or call epoch.run()"
-            )
         controller.begin()
         try:
             controller.commit()
         except StepInterrupted:
             controller.undo()
         self._next()
+
+    def _end(self) -> None:
+        """The script has finished the code at the end of an epoch."""
+        epoch, position = self._place()
+        if position <= self.steps_per_epoch:
+            raise UsageError(
+                f"epoch {epoch} was left before step {max(0, position - 1)} of {self.steps_per_epoch}: iterate it to "
+                "its end, 'for step, batch in epoch', or call epoch.run()"
+            )
+        self._commit()
 
     def _begin(self, epoch: int) -> None:
         """The script has finished the code at the beginning of an epoch and requests the steps."""
@@ -92,6 +112,8 @@ class Epochs:
         if not counts:
             self.own.begun = epoch
         self._controller.settle(is_done=counts, is_own_done=counts and self._place()[1] > 0)
+        while self._place() == (epoch, 0):
+            self._commit()
 
     def steps_of(self, epoch: int) -> Iterator[tuple[Step, Any]]:
         """The remaining steps of an epoch, each with its batch.
@@ -104,17 +126,18 @@ class Epochs:
         self._begin(epoch)
         while True:
             present, position = self._place()
-            if present != epoch:
+            if present != epoch or position == 0:
                 raise NothingToRecoverFrom(
-                    f"the job goes back from epoch {epoch} to step {position} of epoch {present}, where a script with "
-                    "a loop over steps in a loop over epochs cannot follow; session.batches() has one loop, which can"
+                    f"the job goes back from epoch {epoch} to number {position} of epoch {present}, where a script "
+                    "with a loop over steps in a loop over epochs cannot follow; session.batches() has one loop, which "
+                    "can"
                 )
-            if position == num_steps:
+            if position > num_steps:
                 controller.guard()
                 controller.seed()  # for the script's code at the end of the epoch
                 return
             assert self._index is not None
-            updates = self._reading.updates
+            position, updates = position - 1, self._reading.updates
             step = Step(controller, self._index, controller.attempt, controller.resumed, position // updates)
             step.place(epoch, position, num_steps, updates)
             self._present(step)

@@ -69,10 +69,6 @@ class Loops(abc.ABC):
     def _has_fewer_steps(self, num_steps: int) -> int | None:
         """The job's number of completed steps, if it is below ``num_steps`` and the job was not terminated; or None."""
 
-    @abc.abstractmethod
-    def _goes_back(self) -> bool:
-        """Whether the loss of one rank may take the job back by several steps."""
-
     def steps(self, num_steps: int, *, start: int = 0) -> Iterator[Step]:
         """Yields the steps up to ``num_steps``, beginning at the job's current step.
 
@@ -169,21 +165,18 @@ class Loops(abc.ABC):
             updates: see `batches`.
 
         Raises:
-            ConfigurationError: as for `batches`; or the job may have to go back by several steps (`protect`,
-                ``snapshot_every``), over the end of an epoch.
+            ConfigurationError: as for `batches`.
             UsageError: as for `batches`; or an epoch is left before its last step.
         """
 
         def start() -> StepController:
-            self._begin_reading(loader, handed.steps_per_epoch + 1)
+            self._begin_reading(loader, handed.numbers_per_epoch)
             handed.own = self.state("keepstep.epochs", begun=-1)
-            return self.begin()
+            controller = self.begin()
+            controller.take_ahead(lambda number: not handed.is_step(number))
+            return controller
 
-        def present(step: Step) -> None:
-            self._refuse_going_back()  # only now it is known which ranks hold which shards
-            self._hand(step)
-
-        handed = Epochs(self._reading(loader, num_epochs, accumulate, updates), start, present)
+        handed = Epochs(self._reading(loader, num_epochs, accumulate, updates), start, self._hand)
         return handed
 
     def _reading(self, loader: DataLoader[Any], epochs: int, accumulate: int, updates: int) -> Reading:
@@ -201,14 +194,6 @@ class Loops(abc.ABC):
                 "epochs=...) or session.epochs(loader, ...). For validation, iterate a DataLoader itself"
             )
         self._has_batches = True
-
-    def _refuse_going_back(self) -> None:
-        if self._goes_back():
-            raise ConfigurationError(
-                "session.epochs(): a part of the state has no replica, so the job may have to go back over the end of "
-                "an epoch, where a script with a loop over steps in a loop over epochs cannot follow: use "
-                "session.batches(), which has one loop for both"
-            )
 
     def run_step(self, function: Callable[..., Result], /, *arguments: Any, **keywords: Any) -> Result:
         """Calls a function as the body of the loop's current step, until the step is committed.

@@ -221,10 +221,17 @@ class Snapshots:
             self._cost.begin(*snapshot_cost.now())
         if self._copy is not None or not self._schedule.is_due(step):
             return
-        self._copies.hand_out()
         if (held := self._file.find(self._rank, step)) is not None:
+            self._copies.hand_out()
             self._copies.send(held)
             return
+        begun_s = time.monotonic()
+        self._begin(step, is_compared=is_compared)
+        if self._schedule.every is None:
+            self._cost.prepared(time.monotonic() - begun_s)
+
+    def _begin(self, step: int, *, is_compared: bool) -> None:
+        self._copies.hand_out()
         begun_ns = time.monotonic_ns()
         header, blocks = describe(self._state, step)
         head = msgspec.msgpack.encode(header)
@@ -252,8 +259,6 @@ class Snapshots:
             self._copy.is_confirmed.set()
         self._on_moment(SnapshotMoment.BEGUN, step, end, begun_ns)
         self._running = self._thread.submit(self._run, self._copy)
-        if self._schedule.every is None:
-            self._cost.prepared((time.monotonic_ns() - begun_ns) / 1e9)
 
     def _run(self, copy: _Copy) -> None:
         """Runs in the snapshot thread."""
@@ -285,6 +290,24 @@ class Snapshots:
                 sending_s = self._copies.wait()
             if sending_s is not None and self._schedule.every is None:
                 self._cost.sent(sending_s)
+        if self._schedule.is_next_due(step):
+            with _waiting(set_waiting):
+                self._take(step + 1)
+
+    def _take(self, step: int) -> None:
+        """Takes a snapshot and its second copy, and waits for both. An earlier one of that step is discarded."""
+        self._copies.wait()  # for the copy of a snapshot whose slot may be the next
+        if (held := self._file.find(self._rank, step)) is not None:
+            self._file.discard(held.slot)
+        self._begin(step, is_compared=False)
+        assert self._running is not None
+        self._running.result()
+        self._copy = self._running = None
+        self._copies.wait()
+
+    def take_ahead(self, ahead: Callable[[int], bool]) -> None:
+        """Sets the steps in which the snapshot of the next one is taken; see `SnapshotSchedule.ahead`."""
+        self._schedule.ahead = ahead
 
     def flush(self) -> None:
         """Waits for the copies in progress after the last step, so that no other rank waits for this one."""
