@@ -199,6 +199,7 @@ def test_a_phase_log_of_another_form_ends_a_view_with_a_sentence(
     segment.parent.mkdir()
     segment.write_bytes(framed(msgspec.msgpack.encode(["PhasesObserved", "node-a"])))
     more = ["export"] if command == "trace" else []
+    capsys.readouterr()  # how the job has ended
     assert main([command, *more, str(tmp_path), "-o", str(tmp_path / "out")]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"keepstep {command}: {segment}: not a message of this protocol")
