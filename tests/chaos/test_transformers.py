@@ -74,7 +74,7 @@ def test_callbacks_and_a_trainer_count_for_each_rank(faults: str, tmp_path: Path
 def test_callbacks_count_where_epochs_end(tmp_path: Path) -> None:
     """An epoch of five steps ends with a unit that logs, evaluates and saves; the next one begins with step 11."""
     faults = "kill@step=10,phase=updated,rank=0;kill@step=11,phase=forward,rank=1;kill@step=21,phase=forward,rank=0"
-    check(tmp_path, faults, 1, "--epochs", 3, "--counting", "--strategy", "epoch")
+    check(tmp_path, faults, 0, "--epochs", 3, "--counting", "--strategy", "epoch")
 
 
 def test_the_evaluation_at_the_start_is_logged_once(tmp_path: Path) -> None:
