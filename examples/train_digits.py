@@ -6,7 +6,7 @@ loss scale. keepstep protects all of it: after a failure it has the same values 
 Three ranks and a warm spare on this machine. Kill one of the workers while it runs; the status shows their process ids:
 
     keepstep run --nproc-per-node 3 --spares 1 --run-dir run examples/train_digits.py --steps 2000
-    keepstep status --run-dir run
+    keepstep status run
 
 Kill ranks in every phase of a step, and compare the final weights with those of a run without failure:
 

@@ -3,7 +3,7 @@
 Three ranks and a warm spare on this machine. Kill one of the workers while it runs; the status shows their process ids:
 
     keepstep run --nproc-per-node 3 --spares 1 --run-dir run examples/train_gpt.py --steps 2000
-    keepstep status --run-dir run
+    keepstep status run
 
 Kill ranks in every phase of a step, and compare the final weights with those of a run without failure:
 

@@ -43,6 +43,7 @@ DEADLINE_S = 60
 
 NOT_RUN = {
     "make demo": "the drill of the README's own script is run below; the demo itself takes twenty seconds",
+    "pip install keepstep": "it installs from a network; the tests run what is here",
     "make test": "it is what runs this test",
     "python examples/serve_transformers.py": "tests/chaos/test_generation.py runs it",
     "python examples/rl_loop.py --kill": "tests/chaos/test_rl_loop.py runs it",
@@ -54,10 +55,11 @@ NOT_RUN = {
         "keepstep drill --nproc-per-node 2 "
         '--faults "kill@step=3,phase=backward,rank=1; hang@step=8,phase=forward,rank=0" --json drill.json script.py'
     ): "parsed below; README.md's drill is run, with a kill in every phase",
+    "keepstep drill --nproc-per-node 2 --spares 1 --compare out images_after.py": "tests/chaos/test_porting.py does",
     "keepstep drill --nproc-per-node 3 --faults none script.py": "tests/chaos has one",
     "keepstep dashboard run": "it serves until it is interrupted; tests/e2e looks at it",
-    "keepstep status --run-dir run": "it needs a job that runs at the same time; tests/launcher has one",
-    "keepstep status --run-dir run --json": "as above",
+    "keepstep status run": "it needs a job that runs at the same time; tests/launcher has one",
+    "keepstep status run --json": "as above",
     'keepstep drill --nproc-per-node 3 --faults "kill@step=7,phase=synced; kill@during=restore,rank=0" script.py': (
         "parsed below, as above"
     ),
@@ -65,8 +67,8 @@ NOT_RUN = {
         "parsed below, as above"
     ),
 }
-LANGUAGES = {"python", "console", "text", "mermaid"}
-"""Of fenced blocks. A block that looks like code and is not checked would be a hole."""
+LANGUAGES = {"python", "console", "text", "mermaid", "diff"}
+"""Of fenced blocks. A block that looks like code and is not checked would be a hole; test_docs_porting.py has diffs."""
 
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")

@@ -350,6 +350,7 @@ def test_layers_are_those_that_are_enforced() -> None:
 NAMED = re.compile(r"`([\w./-]+/[\w./-]*|[\w-]+\.(?:py|toml|sbatch))`")
 OF_A_RUN = {
     "phases/",
+    "logs/",
     "logs/worker_N/stdout.log",
     "lease/",
     "earlier-N/",
@@ -363,7 +364,7 @@ OF_A_RUN = {
 
 
 def test_named_files_are_there() -> None:
-    below = (".", "src/keepstep", "src/keepstep/protocol", "src/keepstep/drill", "benchmarks", "docs")
+    below = (".", "src/keepstep", "src/keepstep/protocol", "src/keepstep/drill", "benchmarks", "docs", "examples/porting")
     missing = [
         f"{page.name}: {name}"
         for page in TEXTS

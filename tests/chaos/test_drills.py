@@ -258,6 +258,32 @@ def test_files_that_a_replacement_writes_are_compared(tmp_path: Path, monkeypatc
     assert (tmp_path / "out" / "best.pt").read_text() == "of an earlier job"
 
 
+@pytest.mark.parametrize("named", ["link", "../runs"])
+def test_paths_of_the_run_folder_in_files_are_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    saving = """
+    if step.committed and session.rank == 0:
+        os.makedirs("out", exist_ok=True)
+        paths = {"here": os.getcwd(), "out": os.path.abspath("out")}
+        for name in ("last.ckpt", "last.pt"):
+            torch.save({"paths": paths, "of " + os.getcwd(): step.index}, "out/" + name)
+        open("out/paths.txt", "w").write(str(paths))
+    if step.committed and step.index == arguments.stop_early_at:"""
+    script = changed(tmp_path, ("\n    if step.committed and step.index == arguments.stop_early_at:", saving))
+    work = tmp_path / "work"
+    work.mkdir()
+    (tmp_path / "runs").mkdir()
+    (work / "link").symlink_to(tmp_path / "runs")
+    monkeypatch.chdir(work)
+    flags = ("--nproc-per-node", 2, "--run-dir", named, "--faults", "kill@step=3,phase=backward,rank=0")
+    code, result, output = drill(tmp_path, *flags, "--compare", "out", script, "--steps", 6)
+    assert code == 0, output
+    assert [file["file"] for file in result["files"]] == ["out/last.ckpt", "out/last.pt", "out/paths.txt"]
+    for name in ("reference", "with-faults"):
+        assert str(tmp_path / "runs" / name / "work") in (tmp_path / "runs" / name / "work/out/paths.txt").read_text()
+
+
 def test_a_loop_that_is_left_early_cannot_be_compared(tmp_path: Path) -> None:
     code, result, output = drill(
         tmp_path, "--nproc-per-node", 2, SCRIPTS / "tiny.py", "--steps", 50, "--stop-early-at", 6

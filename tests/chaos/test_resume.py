@@ -36,6 +36,15 @@ def test_replacements_load_nothing(flags: tuple[str, ...], tmp_path: Path) -> No
     assert sorted(re.findall(r"rank \d loads", output)) == [f"rank {rank} loads" for rank in (0, 0, 1, 1)]
 
 
+def test_a_second_run_that_loads_what_the_first_one_wrote_is_told_of_it(tmp_path: Path) -> None:
+    """The weights are the same, and of what the drill was to show there is nothing before step 25."""
+    fault = "kill@step=27,phase=forward,rank=1"
+    code, result, output = drill(tmp_path, *JOB, "--faults", fault, SCRIPT, tmp_path / "saved")
+    assert code == 0, output
+    assert result["explanation"]["kind"] == "began at a later step"
+    assert "The second run began at step 25, and the first one at step 0, because it loaded files" in output
+
+
 def test_when_all_ranks_are_lost_fresh_ones_load_the_newest(tmp_path: Path, whole: float) -> None:
     code, out, err = run("run", *JOB, SCRIPT, tmp_path, "--kill-all-at", 17)
     assert code == 0, err

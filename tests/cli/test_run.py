@@ -14,6 +14,9 @@ import pytest
 from tests.support.jobs import SCRIPTS, run, running, status
 from tests.support.watching import await_journal
 
+from keepstep.protocol.recovery import RecoverySettings
+from keepstep.trace.record import runfolder
+
 TINY = SCRIPTS / "tiny.py"
 
 
@@ -33,6 +36,8 @@ def test_runs_and_reports(tmp_path: Path, method: list[str]) -> None:
     code, out, err = run("run", "--nproc-per-node", 2, "--report", report, *method, TINY)
     assert code == 0, err
     assert len(sums(out)) == 1
+    assert err.splitlines()[-1].endswith(" steps, no rank lost")
+    assert "dashboard" not in err, "the run's folder is gone"
     result = json.loads(report.read_text())
     assert (result["exit_code"], result["recoveries"], result["generation"]) == (0, [], 1)
 
@@ -130,6 +135,24 @@ def test_a_job_started_again_goes_on_from_its_checkpoint(tmp_path: Path) -> None
     assert code == 0, err
     assert begun(out) <= {"5", "10"}
     assert sums(out) == sums(run("run", "--nproc-per-node", 2, TINY, "--steps", 30)[1])
+
+
+def test_the_end_of_a_job_says_what_it_did_and_how_to_look_at_it(tmp_path: Path) -> None:
+    body = (
+        "import os, signal\n"
+        "model = torch.nn.parallel.DistributedDataParallel(model)\n"
+        "session.protect(model=model, optimizer=optimizer)\n"
+        "for step in session.steps(20):\n    if step == 9: break\n    with step:\n        optimizer.zero_grad()\n"
+        "        model(torch.ones(2)).sum().backward()\n"
+        "        if step == 5 and session.rank == 1 and session.generation == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        optimizer.step()\n"
+    )
+    path, folder = script(tmp_path, body), tmp_path / "a run"
+    code, _out, err = run("run", "--nproc-per-node", 2, "--run-dir", folder, path)
+    assert code == 0, err
+    looking, closing = err.splitlines()[-2:]
+    assert looking == f"keepstep: to look at this run: keepstep dashboard '{folder}'"
+    assert re.fullmatch(r"keepstep: 9 steps, 1 rank lost, recovered in \d+\.\d s", closing), err
 
 
 def test_too_few_ranks(tmp_path: Path) -> None:
@@ -403,9 +426,16 @@ def test_faults_that_do_not_parse(faults: str) -> None:
 
 
 def test_status_of_no_job(tmp_path: Path) -> None:
-    code, _out, err = run("status", "--run-dir", tmp_path)
-    assert code == 2
-    assert "no job is running there" in err
+    runfolder.begin(tmp_path, runfolder.new_run(("train.py",), "node", RecoverySettings(world_size=1, num_spares=0)))
+    code, _out, err = run("status", tmp_path)
+    assert (code, err) == (2, f"keepstep status: {tmp_path}: no job is running there\n")
+
+
+@pytest.mark.parametrize("view", ["status", "top", "report", "dashboard"])
+def test_views_of_no_run(view: str, tmp_path: Path) -> None:
+    folder = tmp_path / "nothing"
+    code, _out, err = run(view, folder)
+    assert (code, err) == (2, f"keepstep {view}: {folder}: no run is recorded there (no run.json)\n")
 
 
 def test_lines_of_several_ranks_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

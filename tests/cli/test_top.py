@@ -86,13 +86,6 @@ def relived(folder: Path) -> RecoveryMachine:
     return found.job
 
 
-@pytest.mark.parametrize("arguments", [["top"], ["top", "--once"]])
-def test_where_no_run_is(tmp_path: Path, arguments: list[str]) -> None:
-    code, out, err = run(*arguments, tmp_path / "nothing")
-    assert (code, out) == (2, "")
-    assert err == f"keepstep top: {tmp_path / 'nothing'}: no run is recorded there (no run.json)\n"
-
-
 def test_a_recovery_step_by_step(recorded: Recorded, tmp_path: Path) -> None:
     """While the journal grows: first a rank is lost, then all are at something, and then they train again.
 

@@ -98,6 +98,33 @@ def test_a_drill_keeps_both_runs(tmp_path: Path) -> None:
     assert command("trace", "export", runs, "-o", tmp_path / "exported.json") == 0
 
 
+@pytest.mark.parametrize("flag", [(), ("--log-dir", "logs")], ids=["in the run's folder", "elsewhere"])
+def test_a_quiet_drill_leaves_what_the_script_prints_to_logs(tmp_path: Path, flag: tuple[str, ...]) -> None:
+    faults = ("--faults", "kill@step=4,phase=backward,rank=1")
+    job = ("--nproc-per-node", 2, "--run-dir", tmp_path / "runs", *faults, *flag, TINY, "--steps", 8)
+    code, out, err = run("drill", "--quiet", *job, cwd=tmp_path)
+    assert code == 0, out + err
+    assert "rank 0 of 2 began" not in out + err
+    assert "rank 1 lost: killed by SIGKILL" in err
+    for name in ("reference", "with-faults"):
+        logs = tmp_path / "logs" / "none" / name if flag else tmp_path / "runs" / name / "logs"
+        assert (logs / "worker_0" / "stdout.log").read_text().startswith("rank 0 of 2 began at 0")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_quiet_drill_prints_the_end_of_a_run_that_fails(tmp_path: Path, named: bool) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint('begins', file=sys.stderr)\nraise KeyError('[its] error')\n")
+    flags = ("--run-dir", "runs") if named else ()
+    code, out, err = run("drill", "--quiet", "--nproc-per-node", 1, *flags, script, cwd=tmp_path)
+    assert (code, out) == (1, "")
+    told, *lines = err[err.index("keepstep drill: the run without") :].splitlines()
+    assert "did not reach its end" in told
+    log = tmp_path / "runs" / "reference" / "logs" / "worker_0" / "stderr.log"
+    assert lines[:2] == [f"the last lines of {log if named else 'its stderr'}:", "  begins"]
+    assert lines[-1] == "  KeyError: '[its] error'"
+
+
 def test_two_drills_do_not_share_a_folder(tmp_path: Path) -> None:
     options = job_options(make_parser("keepstep drill").parse_args(["--run-dir", str(tmp_path), str(TINY)]))
 

@@ -19,6 +19,7 @@ EXPLANATION = {
 def result(**changes: Any) -> dict[str, Any]:
     good = {"identical": True, "reference_digest": "abc", "digest": "abc", "exit_code": 0, "reason": "", "missed": []}
     good |= {"faults": [], "files": [], "raised": [], "disturbed": None, "nan": [], "step_ms": 1.5, "explanation": None}
+    good |= {"log": []}
     return good | changes
 
 
@@ -42,6 +43,12 @@ def test_weights_that_are_nan_are_reported(capsys: pytest.CaptureFixture[str]) -
     told = "Whatever is computed from NaN is NaN, so equal weights prove little."
     assert printed(capsys, nan=["model.0.weight"])[-1] == f"NaN after the last step: model.0.weight. {told}"
     assert printed(capsys, nan=["[b]", "c"])[-1] == f"NaN after the last step: [b] and 1 more. {told}"
+
+
+def test_the_end_of_the_logs_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    log = ["the last lines of /run/logs/worker_1/stderr.log:", "  KeyError: '[x]'", "  " + "y" * 200]
+    lines = printed(capsys, exit_code=1, reason="it failed", log=log)
+    assert lines[1:5] == ["the second run ended with exit code 1: it failed", *log]
 
 
 def test_files_that_differ_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

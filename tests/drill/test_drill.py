@@ -55,3 +55,12 @@ def test_a_pause_has_caused_no_recovery_but_one_for_silence() -> None:
     hung = RecoveryRecord(3, Cause.HANG, "", 12.0, [Failure(1, Cause.HANG, "", 5, "forward", 10.2)])
     assert _row(pause, 10.2, 1, [killed])["detect_ms"] is None
     assert _row(pause, 10.2, 1, [killed, hung])["detect_ms"] == 1800.0
+
+
+def test_a_hang_soon_after_a_kill_of_the_same_rank_has_a_recovery_of_its_own() -> None:
+    """It is known, and dated, later than the kill is past."""
+    hang = DrillFault(number=1, kind="hang", step=24, phase="updated", rank=1)
+    killed = record(2, 10.0, (1, 10.0))
+    stopped = RecoveryRecord(3, Cause.STOPPED, "", 10.9, [Failure(1, Cause.STOPPED, "", 24, "updated", 10.4)])
+    assert _row(hang, 10.15, 1, [killed, stopped])["detect_ms"] == 750.0
+    assert _row(hang, 10.15, 1, [killed])["detect_ms"] is None

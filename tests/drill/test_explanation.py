@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from keepstep.drill.explanation import Difference, Explanation, Kind, RecordedRun, explain, first_difference
+from keepstep.drill.explanation import (
+    Difference,
+    Explanation,
+    Kind,
+    RecordedRun,
+    began_later,
+    explain,
+    first_difference,
+)
 from keepstep.drill.records import States, StepState
 
 NAMES = ("model.fc1.weight", "model.fc1.bias", "optimizer/0/exp_avg", "host: scheduler['last_epoch']")
@@ -118,6 +126,25 @@ def test_runs_that_begin_differently_are_told_so(faults: list[dict[str, Any]]) -
         "first difference: at the start of step 0, on all ranks, in model.fc1.weight, model.fc1.bias",
         "The two runs started differently: does the script load weights? Is its start seeded, on each rank?",
     )
+
+
+def test_a_run_that_began_at_a_later_step_has_loaded_what_the_first_one_wrote() -> None:
+    second = run()
+    for steps in second.values():
+        del steps[0], steps[1]
+    found = began_later(recorded(run()), recorded(second))
+    assert found is not None
+    assert found.sentences[0].startswith("The second run began at step 2, and the first one at step 0, because it load")
+    assert "--compare" in found.sentences[0]
+    assert found.as_json()["kind"] == "began at a later step"
+
+
+def test_a_run_of_which_some_rank_has_no_record_of_the_first_step_did_not_begin_later() -> None:
+    second = run()
+    del second[1][0]
+    assert began_later(recorded(run()), recorded(second)) is None
+    assert began_later(recorded(run()), recorded({})) is None
+    assert began_later(recorded({}), recorded(run())) is None
 
 
 def test_a_difference_before_any_fault_is_the_scripts_own() -> None:

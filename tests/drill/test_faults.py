@@ -10,7 +10,7 @@ import pytest
 
 from keepstep.drill import faults
 from keepstep.drill.faults import IN_A_STEP, KINDS, MOMENTS, DrillFault, claim, default_faults, fired_at, parse, weather
-from keepstep.drill.records import Place
+from keepstep.drill.records import StepPlace
 from keepstep.errors import ConfigurationError
 
 GOOD = {
@@ -157,14 +157,14 @@ def test_a_bad_specification_is_named_with_what_is_allowed(text: str, message: s
     assert str(caught.value).startswith(message)
 
 
-def places(num_steps: int, **pauses: float) -> list[Place]:
+def places(num_steps: int, **pauses: float) -> list[StepPlace]:
     """Steps with all phases, after some of which, ``after_N``, more time passes than usual."""
-    return [Place(step, IN_A_STEP, pauses.get(f"after_{step}", 0.001)) for step in range(num_steps)]
+    return [StepPlace(step, IN_A_STEP, pauses.get(f"after_{step}", 0.001)) for step in range(num_steps)]
 
 
-def without(found: list[Place], phases: str, *steps: int) -> list[Place]:
+def without(found: list[StepPlace], phases: str, *steps: int) -> list[StepPlace]:
     return [
-        Place(place.step, tuple(phase for phase in place.phases if phase not in phases.split()), place.after_s)
+        StepPlace(place.step, tuple(phase for phase in place.phases if phase not in phases.split()), place.after_s)
         if not steps or place.step in steps
         else place
         for place in found
@@ -187,7 +187,7 @@ def test_by_default_each_phase_is_struck_and_rank_0_twice_the_last_time_late(wor
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 9, 20])
 def test_a_short_run_is_struck_as_often_as_its_steps_allow(num_steps: int) -> None:
-    *kills, _slow = default_faults(2, places(num_steps))
+    kills = [fault for fault in default_faults(2, places(num_steps)) if fault.kind == "kill"]
     assert len(kills) >= min(3, -(-num_steps // 3))
     assert all(fault.step in range(num_steps) for fault in kills)
 
@@ -210,6 +210,16 @@ def test_one_is_lost_before_an_evaluation_and_another_one_in_the_middle() -> Non
     *kills, _slow = default_faults(2, places(60, after_20=0.5, after_40=0.4))
     struck = {(fault.step, fault.rank, fault.seconds) for fault in kills if fault.phase == "updated"}
     assert struck == {(20, 0, None), (40, 1, 0.2)}
+
+
+def test_a_slow_start_follows_the_late_loss_of_rank_0_though_another_rank_is_lost_later() -> None:
+    found = default_faults(2, places(60, after_20=0.5, after_58=0.4))
+    assert [(fault.kind, fault.step, fault.rank) for fault in found][-3:] == [
+        ("kill", 55, 0),
+        ("pause", None, 0),
+        ("kill", 58, 1),
+    ]
+    assert [fault.number for fault in found] == list(range(len(found)))
 
 
 def test_one_is_lost_after_the_first_file_was_written() -> None:

@@ -9,8 +9,8 @@ from keepstep.drill.records import (
     FINISHED,
     FOLDER,
     STATE_DICTS,
-    Place,
     StateRecorder,
+    StepPlace,
     StepState,
     places_of,
     read_states,
@@ -81,8 +81,8 @@ def test_the_moments_of_each_step_and_the_time_after_it_are_known(tmp_path: Path
     worker.move(StepEvent.STEP_ENTERED, *end_of_epoch)
     worker.recorder.observe(FINISHED)
     first, second = places_of(read_states(tmp_path))
-    assert first == Place(0, ("forward", "backward", "synced", "optimizer", "updated"), 1)
-    assert second == Place(1, ("forward", "synced", "optimizer", "updated"), 1)
+    assert first == StepPlace(0, ("forward", "backward", "synced", "optimizer", "updated"), 1)
+    assert second == StepPlace(1, ("forward", "synced", "optimizer", "updated"), 1)
 
 
 def test_torch_saves_the_last_state_and_a_full_disk_ends_no_job(

@@ -90,6 +90,8 @@ def test_two_nodes_train_together(nodes: Nodes) -> None:
     digests = {line for line in (out_0 + out_1).splitlines() if line.startswith("digest")}
     assert len(digests) == 2
     assert len({line.split()[2] for line in digests}) == 1
+    for line in (" steps, no rank lost", "keepstep: to look at this run: keepstep dashboard "):  # of the hosting node
+        assert (out_0.count(line), out_1.count(line)) == (1, 0)
 
 
 def test_a_script_that_fails_ends_all_nodes(nodes: Nodes, tmp_path: Path) -> None:

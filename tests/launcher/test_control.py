@@ -107,14 +107,14 @@ def test_a_folder_without_a_job_says_so(prepare: Callable[[Path], None], tmp_pat
     prepare(tmp_path)
     with pytest.raises(ConfigurationError) as caught:
         control.ask(tmp_path)
-    assert str(caught.value) == f"--run-dir {tmp_path}: no job is running there"
+    assert str(caught.value) == f"{tmp_path}: no job is running there"
 
 
 def test_a_folder_that_is_none_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match=r"--run-dir .*/missing: No such file or directory"):
+    with pytest.raises(ConfigurationError, match=r".*/missing: No such file or directory"):
         control.ask(tmp_path / "missing")
-    with pytest.raises(ConfigurationError, match=r"--run-dir .*/file: Not a directory"):
+    with pytest.raises(ConfigurationError, match=r".*/file: Not a directory"):
         control.ask(tmp_path / "file")
 
 

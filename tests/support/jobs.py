@@ -125,7 +125,7 @@ def run(*arguments: object, cwd: Path | None = None, prefix: Sequence[str] = ())
 def status(run_dir: Path) -> dict[str, Any]:
     """Returns the output of ``keepstep status --json``."""
     output = subprocess.run(
-        command("status", "--run-dir", run_dir, "--json"), capture_output=True, text=True, check=True, timeout=60
+        command("status", run_dir, "--json"), capture_output=True, text=True, check=True, timeout=60
     )
     return dict(json.loads(output.stdout))
 

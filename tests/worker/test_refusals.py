@@ -342,6 +342,7 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "worker.state.rollback:StepSnapshot.check_gradients": ("gradients that an earlier update has",),
     "worker.loop.reading:check_replicas": ("Create their sampler as",) * 2,
     "worker.loop.epochs:Epochs._end": ("Iterate an epoch to its last step",),
+    "worker.loop.loops:Loops.batches": ("a loader that is iterated itself has no `updates`",),
     "worker.loop.loops:Loops._refuse_second_loop": ("One loop covers all epochs; keepstep refuses a second one.",),
     "worker.loop.loops:Loops._loop": ("Pass the same n to `steps(n)` on all ranks",),
     "worker.loop.loops:Loops._protected_controller": ("`session.steps()` before `protect()`",),
@@ -425,8 +426,10 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "worker.values.declared:DeclaredState.declare": (
         "Declare it on every rank, before the first step",
         "",
+        "",
         "makes a second object",
     ),
+    "worker.values.declared:DeclaredState.hand_out": ("a loop without epochs is refused",),
     "worker.values.declared:DeclaredState.check": ("keepstep refuses a later change",),
     "worker.values.declared:DeclaredState._check_size": ("64 KiB of them, and all ranks together 16 MiB",),
     "worker.values.rank_objects:RankObjects.add": ("A module or an optimizer is refused there", "with `state_dict()`"),

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from keepstep import eventloop
+from keepstep.cli.arguments import add_run
 from keepstep.dashboard.process import DEFAULT, serving
 from keepstep.launcher.signals import stop_signal
 from keepstep.trace.record.runfolder import newest_run
@@ -20,7 +21,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="keepstep dashboard", description="Shows a run in the browser, while it runs or afterwards."
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder (--run-dir)")
+    add_run(parser)
     parser.add_argument("--listen", default=DEFAULT, metavar="HOST:PORT", help="where (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     newest_run(chosen.run)

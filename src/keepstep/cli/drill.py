@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,13 +27,19 @@ HANG_AFTER = "1"
 """A drill finds hangs sooner than a job by default, so that a fault that stops a process costs seconds. If it takes a
 slow rank for a hanging one on a busy machine, that is one more recovery, after which the weights must be the same."""
 
+TO_FILES = "3"
+"""The value of torchrun's ``--redirects`` that sends both streams of all ranks to their log files."""
+
 
 def main(arguments: list[str]) -> int:
     """Runs a drill. Returns 0 only if the state and the compared files are identical and every fault was injected."""
     parser = _parser()
     chosen = parse_flags(parser, arguments)
+    if chosen.quiet:
+        chosen.redirects = TO_FILES
     # Each of the two runs gets its own folder below the drill's later on.
     options = job_options(chosen, temporary_folder() if chosen.run_dir is None else Path(chosen.run_dir))
+    options = dataclasses.replace(options, keep_run_dir=chosen.run_dir is not None)
     world_size = options.recovery.world_size
     faults = parse(chosen.faults, world_size) if chosen.faults is not None else None
     drill = Drill(faults, chosen.weather, patterns=check_patterns(chosen.compare), awaits_spares=not chosen.strike_cold)
@@ -78,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATTERN",
         help="compare these files as well, such as 'out/*.pt'; each run then has a working directory of its own, with "
         "links to what is in this one (may be given several times)",
+    )
+    own.add_argument(
+        "--quiet",
+        action="store_true",
+        help="as --redirects 3: what the script prints goes to logs/ in the folder of each run, and the last lines are "
+        "printed if a run does not reach its end",
     )
     own.add_argument("--json", help="write the result to this file")
     own.add_argument("--html", help="write a page about the run with failures to this file")

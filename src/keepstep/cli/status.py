@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from keepstep.cli.arguments import add_run
 from keepstep.errors import RemoteProtocolError
 from keepstep.launcher import control
 from keepstep.protocol.messages import printable
@@ -23,10 +24,10 @@ def main(arguments: list[str]) -> int:
     """Prints the position of each worker of a running job, the published weights, and the nodes and devices in
     quarantine."""
     parser = argparse.ArgumentParser(prog="keepstep status", description="Shows the workers of a running job.")
-    parser.add_argument("--run-dir", required=True, help="the folder given to 'keepstep run --run-dir'")
+    add_run(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     chosen = parser.parse_args(arguments)
-    folder = Path(chosen.run_dir)
+    folder = runfolder.newest_run(chosen.run)
     status = control.ask(folder)
     add_places(folder, status["workers"])
     now_s = runfolder.read_info(folder).clock().now_s()

@@ -11,12 +11,12 @@ import sys
 import termios
 import tty
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 from rich.live import Live
 
+from keepstep.cli.arguments import add_run
 from keepstep.cli.terminal.screen import Screen
 from keepstep.programs import Program, dispositions
 from keepstep.trace.timeline.run import Run
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="keepstep top", description="Shows a run in the terminal, while it goes on: where every rank is, and why."
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder (--run-dir)")
+    add_run(parser)
     parser.add_argument("--once", action="store_true", help="print one frame and end (so it is without a terminal)")
     chosen = parser.parse_args(arguments)
     console = Console(highlight=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from keepstep.cli.arguments import add_run
 from keepstep.dashboard.report import html_report
 from keepstep.trace.perfetto import write_trace
 from keepstep.trace.targets import check_target, replacing, write_whole
@@ -16,11 +17,11 @@ def trace(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="keepstep trace", description="Traces of a run.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     export = commands.add_parser("export", help="write a trace for Perfetto or chrome://tracing")
-    _add_run(export)
+    add_run(export)
     export.add_argument("-o", "--output", default="trace.json", help="the file to write (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     target = check_target("--output", Path(chosen.output))
-    with opened(Path(chosen.run)) as run, replacing(target) as file:
+    with opened(chosen.run) as run, replacing(target) as file:
         write_trace(run, file)
     print(target)
     return 0
@@ -31,17 +32,11 @@ def report(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="keepstep report", description="Writes a page about a run: one file that needs nothing else."
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("-o", "--output", default="report.html", help="the file to write (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     target = check_target("--output", Path(chosen.output))
-    with opened(Path(chosen.run)) as run:
+    with opened(chosen.run) as run:
         write_whole(target, html_report(run).encode())
     print(target)
     return 0
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", metavar="RUN", help="the folder given as --run-dir to 'keepstep run' or 'keepstep drill'"
-    )

@@ -77,9 +77,9 @@ def startup_s(run: Run) -> float | None:
 def restart(run: Run) -> dict[str, Any] | None:
     """Estimates the cost of the run's failures for a job that restarts from checkpoints.
 
-    Each failure costs one start, as long as that of this run, and on average half a checkpoint interval. Everything
-    else counts as free: detecting the failure, writing and loading checkpoints, and finding a replacement. Failures
-    that one recovery has repaired count once.
+    Each failure costs one start, as long as that of this run, and on average half a checkpoint interval, but no more
+    than the run had trained by then. Everything else counts as free: detecting the failure, writing and loading
+    checkpoints, and finding a replacement. Failures that one recovery has repaired count once.
 
     Returns:
         None if nothing failed, or if the run did not begin to train.
@@ -88,9 +88,10 @@ def restart(run: Run) -> dict[str, Any] | None:
     if start_s is None or not lost:
         return None
     kept_s = sum(end_s - begin_s for begin_s, end_s in lost)
+    trained_s = [max(0.0, begin_s - run.info.started_ns / 1e9 - start_s) for begin_s, _ in lost]
     cases = []
     for interval_s in CHECKPOINT_INTERVALS_S:
-        lost_s = len(lost) * (start_s + interval_s / 2)
+        lost_s = sum(start_s + min(interval_s / 2, before_s) for before_s in trained_s)
         ratio = round(lost_s / kept_s, 1) if kept_s > 0 else None
         cases.append({"interval_s": interval_s, "lost_s": round(lost_s, 3), "ratio": ratio})
     return {"num_failures": len(lost), "startup_s": round(start_s, 3), "lost_s": round(kept_s, 6), "cases": cases}

@@ -65,6 +65,8 @@ def show(result: dict[str, Any]) -> None:
         console.print(loss, markup=False, highlight=False)
     if result["exit_code"] != 0:
         console.print(f"[red]the second run ended with exit code {result['exit_code']}:[/red] {result['reason']}")
+    for line in result["log"]:
+        console.print(line, markup=False, soft_wrap=True)
     answer = "[bold green]yes[/bold green]" if result["identical"] else "[bold red]NO[/bold red]"
     console.print(f"weights identical: {answer}")
     is_repeat = not result["faults"] and not result["missed"]

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.agent.settings import AgentSettings
-from keepstep.drill.explanation import RecordedRun, explain, unrecorded
+from keepstep.drill.explanation import RecordedRun, began_later, explain, unrecorded
 from keepstep.drill.faults import DrillFault, default_faults, fired_at, weather, write_plan
 from keepstep.drill.files import compare_files, first_written_s
+from keepstep.drill.logs import end_of_logs
 from keepstep.drill.outside_injector import OutsideInjector
 from keepstep.drill.records import HOLDS_NAN, STATE_DICTS, States, places_of, read_states
 from keepstep.drill.workdir import make_working_dir
@@ -88,6 +89,8 @@ class DrillRun:
     """When it was started, in monotonic seconds."""
     whole_s: float
     """How long it took, in seconds."""
+    log: list[str]
+    """The end of its logs, if it did not reach its own; see `end_of_logs`."""
 
     @property
     def num_steps(self) -> int:
@@ -160,10 +163,9 @@ def run_drill(options: JobOptions, drill: Drill, on_progress: OnProgress, folder
     runfolder.move_aside(folder, names)
     folder = folder.resolve()  # as the script sees it
     first = _run(options, folder / REFERENCE, dataclasses.replace(drill, faults=[]), on_progress)
-    if first.report["exit_code"] != 0:
-        raise DrillFailed(f"the run without failures did not reach its end: {first.report['reason']}")
-    if not first.report["digests"]:
-        raise DrillFailed(f"the run without failures has no last state to compare: {first.report['reason']}")
+    if not is_through(first.report):
+        what = "has no last state to compare" if first.report["exit_code"] == 0 else "did not reach its end"
+        raise DrillFailed("\n".join([f"the run without failures {what}: {first.report['reason']}", *first.log]))
     drill = dataclasses.replace(drill, faults=drill.chosen(options, first, folder / REFERENCE / WORKING_DIR))
     second = _run(options, folder / drill.second, drill, on_progress)
     first_saved, second_saved = (folder / name / STATE_DICTS for name in (REFERENCE, drill.second))
@@ -182,8 +184,11 @@ def _run(options: JobOptions, directory: Path, drill: Drill, on_progress: OnProg
     directory.mkdir()
     faults = drill.faults or []
     write_plan(directory, faults)
+    output = options.agent.output
+    if output.log_dir is not None:
+        output = dataclasses.replace(output, log_dir=output.log_dir / directory.name)
     agent = dataclasses.replace(
-        options.agent, run_dir=directory, digest=True, observer=OBSERVER, checkpoint_root=str(directory)
+        options.agent, run_dir=directory, digest=True, observer=OBSERVER, checkpoint_root=str(directory), output=output
     )
     if drill.patterns:
         agent = _in_its_own_place(agent, directory / WORKING_DIR, drill.patterns)
@@ -198,15 +203,18 @@ def _run(options: JobOptions, directory: Path, drill: Drill, on_progress: OnProg
     is_second = directory.name != REFERENCE
     outputs = dataclasses.replace(options.outputs, report=None, trace=options.outputs.trace if is_second else None)
     began_s = time.monotonic()
-    result = run_job(dataclasses.replace(options, agent=agent, outputs=outputs, keep_run_dir=True), accompany)
+    job = dataclasses.replace(options, agent=agent, outputs=outputs, keep_run_dir=True)
+    result = run_job(job, accompany)
     if not seen:
         raise DrillFailed(f"the run {title} did not begin: {result['reason']}")
     durations = seen[0].agent.step_durations_s
     step_ms = round(statistics.median(durations) * 1000, 3) if durations else None
-    ended_s = time.monotonic()
-    return DrillRun(
-        result, seen[0].controller.job.records, step_ms, injector, read_states(directory), began_s, ended_s - began_s
-    )
+    whole_s = time.monotonic() - began_s
+    machine = seen[0].controller.job
+    lost = [number for number, worker in machine.roster.workers.items() if worker.lost]
+    is_kept = options.keep_run_dir or output.log_dir is not None
+    log = [] if is_through(result) else end_of_logs(job.log_dir, lost, names_file=is_kept)
+    return DrillRun(result, machine.records, step_ms, injector, read_states(directory), began_s, whole_s, log)
 
 
 def _in_its_own_place(agent: AgentSettings, working_dir: Path, patterns: tuple[str, ...]) -> AgentSettings:
@@ -235,14 +243,13 @@ def _compare(
         elif (came := sum(1 for entry in outside if entry[0] is fault)) < fault.count:
             missed.append(f"{fault} ({came} of {fault.count} happened)")
     rows.sort(key=lambda row: row["at_s"])
-    is_through = second.report["exit_code"] == 0 and bool(second.report["digests"])
-    is_equal = is_through and first.digest == second.digest and first.replicas_agree
+    is_equal = is_through(second.report) and first.digest == second.digest and first.replicas_agree
     identical = is_equal and difference is None
-    explanation = None
-    if is_equal and difference is not None:
-        explanation = unrecorded(difference)
-    elif not is_equal:
+    explanation = began_later(first.recorded, second.recorded)
+    if explanation is None and not is_equal:
         explanation = explain(first.recorded, second.recorded, rows)
+    elif explanation is None and difference is not None:
+        explanation = unrecorded(difference)
     return {
         "identical": identical,
         "state_dicts": difference,
@@ -250,6 +257,7 @@ def _compare(
         "digest": second.digest,
         "exit_code": second.report["exit_code"],
         "reason": second.report["reason"],
+        "log": second.log,
         "explanation": explanation.as_json() if explanation else None,
         "faults": rows,
         "missed": missed,
@@ -259,6 +267,11 @@ def _compare(
         "step_ms": first.step_ms,
         "recoveries": second.report["recoveries"],
     }
+
+
+def is_through(report: dict[str, Any]) -> bool:
+    """Whether all ranks have completed the last step of a run, by its report."""
+    return report["exit_code"] == 0 and bool(report["digests"])
 
 
 def is_good(result: dict[str, Any]) -> bool:
@@ -294,7 +307,9 @@ def own_exceptions(records: Sequence[RecoveryRecord], rows: Sequence[dict[str, A
     return own
 
 
-def recovery_from(at_s: float, rank: int | None, records: Sequence[RecoveryRecord]) -> RecoveryRecord | None:
+def recovery_from(
+    at_s: float, rank: int | None, records: Sequence[RecoveryRecord], but_for: Cause | None = None
+) -> RecoveryRecord | None:
     """Returns the recovery that a fault has caused; None if this rank was not lost.
 
     If the rank was lost more than once, it is the recovery whose loss is nearest to the fault in time. The recovery may
@@ -304,12 +319,13 @@ def recovery_from(at_s: float, rank: int | None, records: Sequence[RecoveryRecor
         at_s: time of the fault, in monotonic seconds.
         rank: the rank that it hit.
         records: the recoveries of the run.
+        but_for: a cause that the loss cannot have.
     """
     losses = [
         (abs(failure.since_s - at_s), number)
         for number, record in enumerate(records)
         for failure in record.failures
-        if failure.rank == rank and failure.since_s >= at_s - CLOSE_S
+        if failure.rank == rank and failure.cause != but_for and failure.since_s >= at_s - CLOSE_S
     ]
     return records[min(losses)[1]] if losses else None
 
@@ -319,7 +335,8 @@ def _row(fault: DrillFault, at_s: float, rank: int | None, records: list[Recover
     later recovery."""
     if fault.kind == "pause":  # it may follow a kill of the same rank, whose recovery is not its own
         records = [record for record in records if any(failure.cause is Cause.HANG for failure in record.failures)]
-    record = recovery_from(at_s, rank, records)
+    # A hang may follow a kill of the same rank more closely than its own loss follows it.
+    record = recovery_from(at_s, rank, records, Cause.SIGNAL if fault.kind == "hang" else None)
     row: dict[str, Any] = {
         "fault": fault.kind if fault.seconds is None else f"{fault.kind} {fault.seconds:g} s",
         "specification": str(fault),

@@ -27,6 +27,7 @@ class Kind(enum.StrEnum):
     """The likely cause of a difference."""
 
     BEGAN = "began differently"
+    BEGAN_LATER = "began at a later step"
     RANKS = "ranks differ without a failure"
     SCRIPT = "script not deterministic"
     RESUMED = "resumed from another state"
@@ -54,7 +55,10 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a drill prints NO. ``fault`` is the specification of the last fault before the difference."""
+    """Why a drill prints NO, or what makes its yes worth little.
+
+    ``fault`` is the specification of the last fault before the difference.
+    """
 
     kind: Kind
     sentences: tuple[str, ...]
@@ -85,6 +89,11 @@ class RecordedRun:
     """Why the run ended."""
     shards: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Rank -> number of its shard; empty if all ranks hold the same shard."""
+
+    @property
+    def first_step(self) -> int | None:
+        """The step at which it began; None if no rank began one."""
+        return min((step for steps in self.states.values() for step in steps), default=None)
 
     def replicas(self) -> list[States]:
         """Returns the states for each shard, by rank."""
@@ -122,6 +131,18 @@ def explain(first: RecordedRun, second: RecordedRun, faults: Sequence[Mapping[st
     if not before:
         return Explanation(Kind.SCRIPT, (where, *_not_deterministic(found.step, len(faults))), found)
     return _after_fault(where, found, before[-1])
+
+
+def began_later(first: RecordedRun, second: RecordedRun) -> Explanation | None:
+    """Explains a second run that began at a later step than the first one, even if their weights are the same."""
+    one, other = first.first_step, second.first_step
+    if one is None or other is None or one >= other:
+        return None
+    text = (
+        f"The second run began at step {other}, and the first one at step {one}, because it loaded files that the "
+        "first one wrote. Give --compare with a pattern of them: each run then has a working directory of its own."
+    )
+    return Explanation(Kind.BEGAN_LATER, (text,))
 
 
 def unrecorded(difference: str) -> Explanation:

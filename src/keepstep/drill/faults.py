@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.drill.records import IN_A_STEP, Place
+from keepstep.drill.records import IN_A_STEP, StepPlace
 from keepstep.errors import ConfigurationError
 
 KINDS = ("kill", "hang", "segv", "exit", "raise", "pause", "spare-kill")
@@ -114,7 +114,7 @@ def parse(text: str, world_size: int) -> list[DrillFault]:
 
 
 def default_faults(
-    world_size: int, places: Sequence[Place], *, most: int = sys.maxsize, written: int | None = None
+    world_size: int, places: Sequence[StepPlace], *, most: int = sys.maxsize, written: int | None = None
 ) -> list[DrillFault]:
     """Returns kills where scripts are weak, chosen from the run without failures: one in each phase that occurs.
 
@@ -151,14 +151,14 @@ def default_faults(
     return plan.faults(most)
 
 
-def _trains(place: Place) -> bool:
+def _trains(place: StepPlace) -> bool:
     return "backward" in place.phases
 
 
 class _Plan:
     """Kills at steps of their own."""
 
-    def __init__(self, places: Sequence[Place], world_size: int) -> None:
+    def __init__(self, places: Sequence[StepPlace], world_size: int) -> None:
         self._places = places
         self._world_size = world_size
         self._found: list[DrillFault] = []
@@ -185,7 +185,9 @@ class _Plan:
         """The first of the kills, in the order of their steps, and a slow start of what replaces rank 0."""
         kept = sorted(self._found[:most], key=lambda fault: fault.step or 0)
         slow = DrillFault(number=0, kind="pause", during="forward", rank=0, seconds=SLOW_START_S)
-        return [msgspec.structs.replace(fault, number=number) for number, fault in enumerate([*kept, slow])]
+        late = max((n for n, fault in enumerate(kept) if fault.rank == 0), default=0)
+        kept.insert(late + 1, slow)  # it waits for all kills in front of it
+        return [msgspec.structs.replace(fault, number=number) for number, fault in enumerate(kept)]
 
 
 def weather(world_size: int, num_steps: int, hang_after_s: float) -> list[DrillFault]:

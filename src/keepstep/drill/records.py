@@ -86,7 +86,7 @@ class StepState:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class StepPlace:
     """A step of a run without failures."""
 
     step: int
@@ -191,8 +191,8 @@ def read_states(run_dir: Path) -> States:
     return dict(sorted(found.items()))
 
 
-def places_of(states: States) -> list[Place]:
+def places_of(states: States) -> list[StepPlace]:
     """Returns the steps of a run without failures, as rank 0 went through them."""
     own = states.get(0, {})
     steps = sorted(own)
-    return [Place(one, own[two].phases, own[two].between_s) for one, two in pairwise(steps)]
+    return [StepPlace(one, own[two].phases, own[two].between_s) for one, two in pairwise(steps)]

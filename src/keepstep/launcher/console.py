@@ -1,11 +1,15 @@
-"""Console output of a running job: recoveries, quarantines, notices, lost nodes, and ranks that wait."""
+"""Console output of a job: recoveries, quarantines, notices, lost nodes, and ranks that wait; and how it has ended."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import shlex
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -87,6 +91,31 @@ def _are_started(job: RecoveryMachine) -> bool:
 
 def _is_over(record: RecoveryRecord) -> bool:
     return record.resumed_s is not None or record.superseded
+
+
+def tell_folder(run_dir: Path) -> None:
+    """Prints how to look at a run that has ended, if its folder is still there."""
+    if run_dir.exists():
+        print(f"keepstep: to look at this run: keepstep dashboard {shlex.quote(str(run_dir))}", file=sys.stderr)
+
+
+def tell_end(report: Mapping[str, Any]) -> None:
+    """Prints what a job has done; or the reason of its end if it failed or never called ``init()``.
+
+    Args:
+        report: the job's report; of a run that had ended before, only its exit code and reason.
+    """
+    if report["exit_code"] != 0 or not report.get("initialised", True):
+        print(f"keepstep: {printable(report['reason'])}", file=sys.stderr, flush=True)
+    elif "steps" in report:
+        print(f"keepstep: {closing_text(report)}", file=sys.stderr, flush=True)
+
+
+def closing_text(report: Mapping[str, Any]) -> str:
+    """Returns what a job has done in its steps and recoveries, such as "60 steps, 1 rank lost, recovered in 0.1 s"."""
+    steps, lost = report["steps"], report["ranks_lost"]
+    text = f"{steps:,} step{'' if steps == 1 else 's'}, {lost or 'no'} rank{'s' if lost > 1 else ''} lost"
+    return f"{text}, recovered in {report['recovery_s']:.1f} s" if report["recovery_s"] else text
 
 
 def _print_places(console: Console, places: list[dict[str, object]]) -> None:

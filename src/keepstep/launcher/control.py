@@ -90,9 +90,9 @@ def ask(run_dir: Path) -> Any:
         raise PeerLost(f"the job in {run_dir} did not answer within {_DEADLINE_S:g} s") from None
     except (ConnectionError, FileNotFoundError, msgspec.DecodeError) as error:
         why = "no job is running there" if run_dir.is_dir() else str(getattr(error, "strerror", error))
-        raise ConfigurationError(f"--run-dir {run_dir}: {why}") from None
+        raise ConfigurationError(f"{run_dir}: {why}") from None
     except OSError as error:
-        raise ConfigurationError(f"--run-dir {run_dir}: {error.strerror}") from error
+        raise ConfigurationError(f"{run_dir}: {error.strerror}") from error
 
 
 def connect(run_dir: Path, name: str = SOCKET) -> socket.socket:

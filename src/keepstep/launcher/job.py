@@ -21,10 +21,11 @@ from keepstep.controller.controller import Controller
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.freememory import free_bytes
 from keepstep.launcher import control
+from keepstep.launcher.console import tell_end, tell_folder
 from keepstep.launcher.recording import Outputs, record_run
 from keepstep.launcher.signals import EndSignals, end_signals, ended_by
 from keepstep.protocol.controller import ControllerMachine
-from keepstep.protocol.messages import EndJob, printable
+from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_FAILED, RecoverySettings
 from keepstep.systemcalls import check_locks
 from keepstep.trace.record import runfolder
@@ -234,9 +235,9 @@ def check_devices(options: JobOptions, closed: Mapping[int, str]) -> None:
 
 
 def announce(result: dict[str, Any], options: JobOptions) -> int:
-    """Prints where the logs are, and the reason if the job failed or never called ``init()``. Returns its exit code."""
+    """Prints where the logs are, how to look at the run, and how it has ended. Returns its exit code."""
     if options.agent.output.writes_files:
         print(f"keepstep: logs of the workers: {options.log_dir}", file=sys.stderr)
-    if result["exit_code"] != 0 or not result["initialised"]:
-        print(f"keepstep: {printable(result['reason'])}", file=sys.stderr, flush=True)
+    tell_folder(options.agent.run_dir)
+    tell_end(result)
     return int(result["exit_code"])

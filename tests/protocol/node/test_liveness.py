@@ -348,6 +348,18 @@ def test_a_process_that_goes_on_in_time_is_not_blamed() -> None:
     assert node.judge_after(LONG_S - BIT_S) == []
 
 
+def test_what_is_said_of_a_stopped_process_has_its_own_limit_and_not_that_of_its_phase() -> None:
+    node = Node(num_ranks=1)
+    node.train(0, phase_s=2.0)
+    node.look(0, Phase.FORWARD, 1, stopped=True)
+    assert node.machine.deadline_s(0) == pytest.approx(2.0 * FACTOR)
+    (verdict,) = node.judge_after(HANG_S + 0.2)
+    assert isinstance(verdict, WorkerSuspected)
+    assert verdict.detail == (
+        "its process has been stopped by a signal (SIGSTOP) in forward of step 1 for 1.2 s (allowed 1.0 s)"
+    )
+
+
 @pytest.mark.parametrize("num_ranks", [0, 1])
 def test_a_process_that_had_waited_long_may_be_stopped_as_long_as_any_other(num_ranks: int) -> None:
     """A spare waits for hours, a rank for the slowest of the others."""

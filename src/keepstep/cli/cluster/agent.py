@@ -15,6 +15,7 @@ from keepstep.launcher.cluster.hosting import HostedController
 from keepstep.launcher.cluster.node import NodeOptions, run_node
 from keepstep.launcher.cluster.trust import credentials_of, secret_of
 from keepstep.launcher.cluster.weights import HostedWeights
+from keepstep.launcher.console import tell_folder
 from keepstep.launcher.flags import LOOPBACK, MASTER_PORT, agent_settings, make_parser, parse_flags, ranks_per_node
 from keepstep.launcher.job import clear_up_folder
 from keepstep.programs import END_AT_ONCE, end_with_parent, own_command
@@ -77,7 +78,9 @@ def serve_node(arguments: argparse.Namespace, endpoints: tuple[str, ...], *, may
         ended = run_node(options, hosted)
     if arguments.run_dir is None:
         clear_up_folder(settings.run_dir)
-    if ended.exit_code != 0 and hosted is None:
+    if hosted is not None:
+        tell_folder(settings.run_dir)
+    elif ended.exit_code != 0:
         print(f"keepstep: {printable(ended.reason)}", file=sys.stderr, flush=True)
     return ended.exit_code
 

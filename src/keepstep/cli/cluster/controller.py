@@ -21,10 +21,10 @@ from keepstep.launcher.cluster.flags import (
 from keepstep.launcher.cluster.hosting import EXIT_SUPERSEDED
 from keepstep.launcher.cluster.service import ControllerOptions, run_controller
 from keepstep.launcher.cluster.trust import HOW_TO_SHARE, secret_of, server_files_of
+from keepstep.launcher.console import tell_end, tell_folder
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
 from keepstep.programs import END_AT_ONCE, end_with_parent, leave_signals_to_parent
 from keepstep.protocol.lease import HOLD_S
-from keepstep.protocol.messages import printable
 
 MIN_TAKEOVER_S, MAX_TAKEOVER_S = 1.0, 3600.0
 """The minimum is 1 s, because a process on a busy machine may stall for half a second."""
@@ -70,8 +70,9 @@ def main(arguments: list[str]) -> int:
     except LeaseLost as error:
         print(f"keepstep controller: {error}", file=sys.stderr, flush=True)
         return EXIT_SUPERSEDED
-    if result["exit_code"] != 0:
-        print(f"keepstep: {printable(result['reason'])}", file=sys.stderr, flush=True)
+    if not options.is_child:  # else its parent knows whether the folder stays
+        tell_folder(options.run_dir)
+    tell_end(result)
     return int(result["exit_code"])
 
 

@@ -13,6 +13,7 @@ from keepstep.cli.dashboard import showing
 from keepstep.config import ray_address, script_environment
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.flags import DEFAULT_PORT, NO_ENGINE, Shape, endpoint_of, owns, shape_of
+from keepstep.launcher.console import tell_folder
 from keepstep.launcher.flags import ranks_per_node
 from keepstep.launcher.job import clear_up_folder, fresh_run_dir
 from keepstep.launcher.recording import make_folder
@@ -63,10 +64,12 @@ def run_on_ray(chosen: argparse.Namespace, parser: argparse.ArgumentParser, argu
         )
         try:
             with showing(run_dir, chosen.dashboard):
-                return int(engine.run_on_ray(job, lambda: hosted_controller(chosen, shape, endpoint, run_dir, secret)))
+                code = int(engine.run_on_ray(job, lambda: hosted_controller(chosen, shape, endpoint, run_dir, secret)))
         finally:
             if chosen.run_dir is None:
                 clear_up_folder(run_dir)
+        tell_folder(run_dir)
+        return code
 
 
 def _engine() -> ModuleType:

@@ -51,7 +51,7 @@ function tellRestart({ num_failures: failures, startup_s: startup, lost_s: lost,
     ),
   );
   $("restart-sum").textContent =
-    `Estimated, not measured: ${plural(failures, "failure")} × (start of the job + interval / 2). ` +
+    `Estimated, not measured: ${plural(failures, "failure")} × (start of the job + interval / 2, at most what it had trained by then). ` +
     `The start of this job took ${duration(startup * 1e6)}, from its launch to its first forward.`;
   $("restart").hidden = false;
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from keepstep.protocol.messages import Cause
 from keepstep.protocol.recovery import RecoveryMachine
 from keepstep.protocol.recovery.placement.quarantine import Place
 from keepstep.protocol.recovery.records import Origin, RecoveryRecord
@@ -27,7 +29,7 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
         "generation": machine.generation,
         "world_size": machine.settings.world_size,
         "spares": machine.roster.num_warm_spares,
-        "steps": machine.progress.trained_to,
+        "steps": max([machine.progress.trained_to, *_ends(machine)]),
         "quarantine": {str(place): why for place, why in machine.quarantine.held.items()},
         "closed_devices": {
             str(Place(node.name, device)) if device < node.num_devices else f"slot {device} of node {node.name}": reason
@@ -37,6 +39,8 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
         "standstill": machine.standstill.text,
         "digests": {str(rank): digest for rank, digest in sorted(machine.digests.items())},
         "shards": _shards(machine),
+        "ranks_lost": ranks_lost(machine.records),
+        "recovery_s": round(recovery_s(machine.records), 6),
         "recoveries": [describe_recovery(record) for record in machine.records],
     }
     if machine.ended is not None:
@@ -44,6 +48,29 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
     if status is not None:
         report["workers"] = status
     return report
+
+
+def _ends(machine: RecoveryMachine) -> list[int]:
+    """Returns the completed steps of each script that has ended, which may be before the last step of its loop."""
+    return [worker.completed_steps or 0 for worker in machine.roster.workers.values() if worker.done]
+
+
+def ranks_lost(records: Sequence[RecoveryRecord]) -> int:
+    """Returns how often a rank was lost. A rank that only moved to another node was not."""
+    return sum(failure.cause != Cause.MOVED for record in records for failure in record.failures)
+
+
+def recovery_s(records: Sequence[RecoveryRecord]) -> float:
+    """Returns the seconds from failures until training went on. An interrupted recovery is part of the next one."""
+    total_s = 0.0
+    since_s: float | None = None
+    for record in records:
+        _, begin_s, end_s = record.parts()[-1]
+        since_s = begin_s if since_s is None else since_s
+        if end_s is not None and since_s is not None and not record.superseded:
+            total_s += end_s - since_s
+            since_s = None
+    return total_s
 
 
 def _shards(machine: RecoveryMachine) -> dict[str, int]:
