@@ -56,6 +56,27 @@ def test_each_rank_has_its_own_log(tmp_path: Path) -> None:
     check(tmp_path, f"{faults};kill@step={LOGGING},phase=updated,rank=0", 1, "--epochs", 5, "--own-logs")
 
 
+COUNTING = (
+    "kill@step=2,phase=forward,rank=0;kill@step=6,phase=backward,rank=1;kill@step=10,phase=barrier,rank=0;"
+    "kill@step=14,phase=synced,rank=1;kill@step=18,phase=optimizer,rank=0;kill@step=22,phase=updated,rank=1",
+    "kill@step=3,phase=synced,rank=1;kill@step=7,phase=forward,rank=0;kill@step=11,phase=updated,rank=0;"
+    "kill@step=15,phase=updated,rank=1;kill@step=21,phase=synced,rank=0;kill@step=24,phase=forward,rank=0",
+)
+"""In the phases of a step, whose number is even, and in the work behind it: 7 and 15 log, evaluate and save."""
+
+
+@pytest.mark.parametrize("faults", COUNTING, ids=["in a step", "in the work behind it"])
+def test_callbacks_and_a_trainer_count_for_each_rank(faults: str, tmp_path: Path) -> None:
+    """Each rank writes at the end what it has counted: events in front of the barrier and behind it, and its losses."""
+    check(tmp_path, faults, 1, "--epochs", 3, "--counting")
+
+
+def test_callbacks_count_where_epochs_end(tmp_path: Path) -> None:
+    """An epoch of five steps ends with a unit that logs, evaluates and saves; the next one begins with step 11."""
+    faults = "kill@step=10,phase=updated,rank=0;kill@step=11,phase=forward,rank=1;kill@step=21,phase=forward,rank=0"
+    check(tmp_path, faults, 0, "--epochs", 3, "--counting", "--strategy", "epoch")
+
+
 def test_the_evaluation_at_the_start_is_logged_once(tmp_path: Path) -> None:
     check(tmp_path, "kill@step=3,phase=backward,rank=0", 0, "--epochs", 1, "--eval-on-start")
 

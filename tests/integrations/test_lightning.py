@@ -58,7 +58,7 @@ def trainer_of(module: LightningModule, *callbacks: Callback) -> Trainer:
 
 def test_attributes_are_what_they_were_where_a_unit_comes_again() -> None:
     module, losses, declared = Module(), Losses(), Declared()
-    kept = attributes.OwnAttributes(trainer_of(module, losses, declared))
+    kept = attributes.own_attributes(trainer_of(module, losses, declared))
     outputs = module.outputs
     outputs.append(2)
     kept.take()
@@ -82,10 +82,10 @@ def test_attributes_are_what_they_were_where_a_unit_comes_again() -> None:
 def test_numbers_that_training_has_changed_come_back_on_a_replacement() -> None:
     """What a process sets for itself, such as the number of a device, stays its own."""
     module, other = Module(), Module()
-    kept = attributes.OwnAttributes(trainer_of(module))
+    kept = attributes.own_attributes(trainer_of(module))
     module.best, module.count = 0.9, 3
     module.outputs.append(2)
     assert kept.changed() == [{"best": 0.9, "count": 3}]
     other.name = "second"
-    attributes.OwnAttributes(trainer_of(other)).put_changed(kept.changed())
+    attributes.own_attributes(trainer_of(other)).put_changed(kept.changed())
     assert (other.best, other.count, other.name, other.outputs) == (0.9, 3, "second", [1])

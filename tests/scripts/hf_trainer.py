@@ -30,6 +30,7 @@ parser.add_argument("--eval-on-start", action="store_true")
 parser.add_argument("--fsdp", action="store_true", help="FSDP2, which Accelerate leaves aside on CPUs by itself")
 parser.add_argument("--snapshot-every", type=int)
 parser.add_argument("--own-logs", action="store_true", help="log what each rank alone has, and after updates")
+parser.add_argument("--counting", action="store_true", help="a callback and the trainer count, each rank for itself")
 arguments = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -72,6 +73,72 @@ class OwnLogs(KeepstepTrainer):
         return loss
 
 
+class Counts(TrainerCallback):
+    """Counts what it hears of in a training that has begun, without a state() or state_dict()."""
+
+    def __init__(self):
+        self.seen = {}
+        self.steps = []
+        self.best = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.told = 0
+
+    def hear(self, event):
+        self.seen[event] = self.seen.get(event, 0) + 1
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.hear("epoch begin")
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.hear("epoch end")
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.hear("step begin")
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.hear("before update")
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.hear("update")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.hear("step end")
+        self.steps.append((state.global_step, args.process_index))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.told += 1
+        self.steps.append(("log", state.global_step, sorted(without_times(logs))))
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        self.hear("evaluation")
+        self.best = metrics["eval_loss"] if self.best is None else min(self.best, metrics["eval_loss"])
+
+    def on_save(self, args, state, control, **kwargs):
+        self.hear("save")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        counts = {**vars(self), "losses": trainer.losses, "num_losses": trainer.num_losses}
+        (arguments.out / f"counts-of-{args.process_index}.json").write_text(json.dumps(counts))
+
+
+class Counting(KeepstepTrainer):
+    """Keeps each loss of its rank."""
+
+    num_losses = 0
+
+    def __init__(self, *values, **keywords):
+        super().__init__(*values, **keywords)
+        self.losses = []
+
+    def compute_loss(self, *values, **keywords):
+        loss = super().compute_loss(*values, **keywords)
+        if self.model.training:
+            self.losses.append(loss.item())
+        self.num_losses += 1
+        return loss
+
+
 class Dying(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if trainer.session.generation == 1 and state.global_step == arguments.die_at:
@@ -97,7 +164,7 @@ class Late(TrainerCallback):
 arguments.out.mkdir(exist_ok=True)
 tokens = {"bos_token_id": 0, "eos_token_id": 0}
 model = GPT2LMHeadModel(GPT2Config(vocab_size=51, n_positions=12, n_embd=16, n_layer=2, n_head=2, **tokens))
-trainer = (OwnLogs if arguments.own_logs else Loads)(
+trainer = (OwnLogs if arguments.own_logs else Counting if arguments.counting else Loads)(
     model=model,
     args=TrainingArguments(
         output_dir=str(arguments.out),
@@ -124,7 +191,13 @@ trainer = (OwnLogs if arguments.own_logs else Loads)(
     ),
     train_dataset=Sentences(0, 50),
     eval_dataset=Sentences(50, 10),
-    callbacks=[Dying(), Lines(), Late(), EarlyStoppingCallback(early_stopping_patience=20)],
+    callbacks=[
+        *([Counts()] if arguments.counting else ()),
+        Dying(),
+        Lines(),
+        Late(),
+        EarlyStoppingCallback(early_stopping_patience=20),
+    ],
 )
 if arguments.fsdp:
     plugin = FullyShardedDataParallelPlugin(

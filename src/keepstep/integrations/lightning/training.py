@@ -28,7 +28,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keepstep.integrations.lightning.attributes import OwnAttributes, bare_callbacks
+from keepstep.integrations.lightning.attributes import bare_callbacks, own_attributes
 from keepstep.integrations.lightning.batches import TrainingBatches
 from keepstep.integrations.lightning.files import Logs, WrittenCheckpoints
 from keepstep.integrations.lightning.metrics import copied, local_values, metrics_of, put_local_values
@@ -113,7 +113,7 @@ class LightningTraining:
     def _begin(self) -> None:
         trainer, strategy = self._trainer, self._trainer.strategy
         register_optimizer_step_pre_hook(self._before_update)  # in front of keepstep's own, which passes the barrier
-        self._attributes = OwnAttributes(trainer)
+        self._attributes = own_attributes(trainer)
         if self._session.is_main:
             warn_of_tensors(bare_callbacks(trainer), [self._module], "give it state_dict() and load_state_dict()")
         self._own = self._session.state("trainer", per_rank=True, values=_packed(self._local_values()))

@@ -11,13 +11,13 @@ from transformers.trainer_callback import ExportableState, TrainerControl, Train
 
 from keepstep.integrations.transformers.log import TrainerLog
 
-_FURTHER = ("_metrics", "_total_train_tokens", "_initial_global_step", "_initial_num_input_tokens_seen")
+FURTHER = ("_metrics", "_total_train_tokens", "_initial_global_step", "_initial_num_input_tokens_seen")
 """Attributes in which derived trainers, such as TRL's, accumulate metrics for the log, and where the training began."""
 _OF_THIS_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
 """Attributes of ``TrainerState`` that are not sent to other ranks, or that are sent separately."""
 _SHARED = [each.name for each in dataclasses.fields(TrainerState) if each.name not in _OF_THIS_RANK]
 """Those that are."""
-_NUMBERS = ("epoch", "update_step", "is_pending", "is_stopped", "grad_norm", "learning_rate")
+_NUMBERS = ("epoch", "update_step", "is_pending", "is_step_end_due", "is_stopped", "grad_norm", "learning_rate")
 """Attributes of `TrainerProgress` that are part of the state."""
 
 
@@ -28,6 +28,7 @@ class TrainerProgress:
         epoch: the current epoch.
         update_step: number of completed steps in the epoch.
         is_pending: whether the work after the last step (log, evaluation, checkpoint) is still to be done.
+        is_step_end_due: whether callbacks are still to hear of the end of the last step, before that work.
         is_stopped: whether the training ended before its last epoch.
         grad_norm: gradient norm of the last step.
         learning_rate: learning rate of the last step.
@@ -39,7 +40,7 @@ class TrainerProgress:
     def __init__(self, trainer: Any, log: TrainerLog) -> None:
         self._trainer = trainer
         self.epoch = self.update_step = 0
-        self.is_pending = self.is_stopped = self.was_entered = False
+        self.is_pending = self.is_step_end_due = self.is_stopped = self.was_entered = False
         self.grad_norm: float | None = None
         self.learning_rate: float | None = None
         self.own: Any = None
@@ -56,7 +57,7 @@ class TrainerProgress:
             "loss": trainer._total_loss_scalar if self.was_entered else 0.0,
             "logged": trainer._globalstep_last_logged if self.was_entered else 0,
             "progress": {name: getattr(self, name) for name in _NUMBERS},
-            "further": {name: getattr(trainer, name) for name in _FURTHER if hasattr(trainer, name)},
+            "further": {name: getattr(trainer, name) for name in FURTHER if hasattr(trainer, name)},
         }
         return {"values": json.dumps(values), "late": self.log.late}
 

@@ -15,9 +15,11 @@ from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler, TrainerControl
 
 from keepstep.errors import ConfigurationError, UsageError
+from keepstep.integrations.transformers.attributes import KeptAttributes, set_by
 from keepstep.integrations.transformers.batches import EpochLoader, StepData
 from keepstep.integrations.transformers.log import MAX_MAIN_BYTES, MAX_OTHER_BYTES, TrainerLog
-from keepstep.integrations.transformers.progress import TrainerProgress
+from keepstep.integrations.transformers.progress import FURTHER, TrainerProgress
+from keepstep.protocol.messages import MAX_AGREED_BYTES
 from keepstep.worker.loop.foreign import ForeignLoop, warn_of_release, warn_of_tensors
 from keepstep.worker.loop.late_rank import have_accelerate_wait
 from keepstep.worker.loop.reading import Reading
@@ -27,7 +29,9 @@ TESTED = ((5, 20), (5, 25))
 """Releases of Transformers for which the tests have passed, from and below."""
 _AGAIN = "the protected state"
 """The value of ``resume_from_checkpoint`` that makes the Trainer skip the batches of completed steps."""
-_HEARD = frozenset({"on_train_begin", "on_log", "on_evaluate", "on_pre_optimizer_step"})
+_HEARD = frozenset(
+    {"on_train_begin", "on_epoch_begin", "on_log", "on_evaluate", "on_pre_optimizer_step", "on_step_end"}
+)
 """Callback events that `KeepstepMixin` intercepts."""
 
 
@@ -61,8 +65,14 @@ class KeepstepMixin(_Base):
             super().__init__(*arguments, **keywords)
         _refuse(self)
         self._progress = TrainerProgress(self, TrainerLog(self, self._log_bytes))
-        self._num_told = 0
-        """Lines of the current unit that were logged."""
+        self._num_told = self._begun_at = 0
+        """Lines of the current unit that were logged, and the steps of the epoch that were complete when it began."""
+        self._splits = False
+        """Whether callbacks hear of the end of a step in a unit of its own."""
+        self._is_put = False
+        """Whether this process has not itself completed the unit before the current one."""
+        self._is_in_epoch = False
+        """Whether this process has joined in the middle of an epoch of which its callbacks have not heard yet."""
         self._loop = ForeignLoop(session.begin)
         self._data: StepData | None = None
         self._epoch_arguments: dict[str, Any] = {}
@@ -125,7 +135,11 @@ class KeepstepMixin(_Base):
         protected = {name: thing for name, thing in others.items() if thing is not None}
         self._progress.own = self.session.state("trainer", per_rank=True, sums=(0.0, 0.0))
         options = dict(self.keepstep_options)
-        per_rank = {**options.pop("per_rank", {}), "log_history": self._progress.log}
+        per_rank = options.pop("per_rank", {})
+        self._attributes = KeptAttributes(
+            self, {*set_by(KeepstepMixin), *FURTHER}, [*self.keepstep_options.values(), *per_rank.values()]
+        )
+        per_rank = {**per_rank, "log_history": self._progress.log, "attributes": self._attributes}
         self.session.protect(
             model=model,
             optimizer=self.optimizer,
@@ -140,7 +154,7 @@ class KeepstepMixin(_Base):
         """Begins the training and returns the number of the first epoch. A spare waits here for a rank."""
         if not self.session.is_late:
             self._progress.log.begin()  # callbacks have heard, or shall not hear, of what the history begins with
-        self._progress.take()
+        self._take()
         self._loop.enter()
         if self.session.is_main:
             self._warn_of_callbacks()
@@ -150,10 +164,9 @@ class KeepstepMixin(_Base):
             present = self._progress.state_dict()
             self._told_later()
             self._progress.load_state_dict(present)  # the job's, not what a callback begins with
-        lines = self._progress.log.lines  # of a unit after which the former rank may have died
+        self._splits = self.session.agree("transformers: split steps", self._attributes.change_behind_update)
         self._put()
-        for number, logs in enumerate(lines):
-            self._say(self._loop.index - 1, number, functools.partial(self._tell, logs))
+        self._is_in_epoch = self._loop.index > 0 and bool(self._progress.update_step or self._progress.is_pending)
         return sys.maxsize if self._is_over() else self._progress.epoch
 
     def _run_epoch(self, *, epoch: int, **common: Any) -> None:
@@ -234,9 +247,16 @@ class KeepstepMixin(_Base):
             progress.update_step += 1
             progress.grad_norm = None if grad_norm is None else float(grad_norm)
             progress.learning_rate = learning_rate
-            progress.is_pending = self._wants_more()
+            progress.is_step_end_due = self._splits
+            progress.is_pending = self._splits or self._wants_more()
             self._commit()
+        if progress.is_step_end_due:
+            self._end_step()
         if not self._wants_more():
+            if progress.is_pending:
+                progress.is_pending = False
+                self._take()
+                self._commit()
             return
         self._loop.controller.seed(self.state.global_step)
         super()._maybe_log_save_evaluate(
@@ -249,12 +269,20 @@ class KeepstepMixin(_Base):
             start_time,
             learning_rate=progress.learning_rate,
         )
-        progress.take()
+        self._take()
         if progress.is_pending:
             progress.is_pending = False
         else:
             self._end_epoch(progress.epoch)
         self._commit()
+
+    def _end_step(self) -> None:
+        """Tells of the end of a committed step, where callbacks may change what they keep."""
+        self._loop.controller.seed(self.state.global_step)
+        if self._is_put:  # this process has not heard what comes before it
+            self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
+        self.control = self.callback_handler.tell("on_step_end", self.args, self.state, self.control)
+        self._progress.is_step_end_due = False
 
     def _finalize_training(self, *arguments: Any) -> Any:
         while not self._loop.finish():
@@ -274,19 +302,33 @@ class KeepstepMixin(_Base):
         )
         warn_of_tensors(unnamed, modules, what_to_do)
 
+    def _take(self) -> None:
+        """Protects what is this rank's own. Call it before a unit's barrier."""
+        self._attributes.share(self.session.world_size)
+        self._progress.take()
+
     def _commit(self) -> None:
+        self.session.defer(functools.partial(self._attributes.take, self._loop.index + 1))
         self._loop.commit()
+        self._is_put = False
         self._begin_lines()
 
     def _put(self) -> None:
-        """Gives the Trainer what a recovery has restored."""
+        """Gives the Trainer and its callbacks what a recovery has restored."""
+        lines = self._progress.log.lines  # of the unit before; this process may not have told of it
         self._progress.put()
+        self._is_put = not self._attributes.put(self._loop.index)
         self._begin_lines()
+        if self._is_put:
+            for number, logs in enumerate(lines):
+                self._say(self._loop.index - 1, number, functools.partial(self._tell, logs))
+            self._attributes.take(self._loop.index)
 
     def _begin_lines(self) -> None:
         """Begins the lines of the current unit."""
         self._progress.log.begin()
         self._num_told = 0
+        self._begun_at = self._progress.update_step
 
     def _log_bytes(self) -> int:
         if self.session.rank == 0:
@@ -305,9 +347,13 @@ class KeepstepMixin(_Base):
         if self.session.rank > 0:
             call()
             return
-        with self.session.once(f"transformers: step {self.state.global_step}, unit {index}, line {number}") as mine:
-            if mine:
-                call()
+        name = f"transformers: step {self.state.global_step}, unit {index}, line {number}"
+        with self.session.once(name) as mine:
+            changes = self._attributes.changes_by(call) if mine else b""
+            if changes and len(changes) < MAX_AGREED_BYTES // 2:
+                self.session.agree(name, changes)
+        if not mine:  # another process has; what it has changed in callbacks belongs to this rank
+            self._attributes.put_changes(self.session.agree(name, b""))
 
     def _tell(self, logs: dict[str, Any]) -> None:
         self.callback_handler.tell("on_log", self.args, self.state, self.control, logs=logs)
@@ -325,9 +371,22 @@ class KeepstepMixin(_Base):
             self._num_told += 1
             self.session.defer(self._say, index, number, call)
             return control
+        if event == "on_step_end" and self._splits:
+            return control  # `_end_step` tells of it
+        told = call()
         if event == "on_pre_optimizer_step":
-            self._progress.take()
-        return call()
+            self._take()
+        elif event == "on_epoch_begin":
+            self._began_epoch()
+        return told
+
+    def _began_epoch(self) -> None:
+        """Settles what callbacks have changed where an epoch began."""
+        if self._is_in_epoch:  # the Trainer tells a replacement of an epoch in whose middle it joins
+            self._attributes.put_back()
+        elif not self._begun_at:
+            self._attributes.take(self._loop.index)  # a repetition of the unit does not tell of it again
+        self._is_in_epoch = False
 
 
 class KeepstepTrainer(KeepstepMixin, Trainer):
