@@ -37,7 +37,7 @@ _TIMES = 4
 """How many times as long as the run without failures one with default faults takes at most, about."""
 _START_SHARE = 0.5
 """The time that a kill costs, as a share of the time from a run's start to its first step, at most: spares are forked
-from a process that has imported torch. It was a quarter to 0.4 for the scripts of tests/scripts, 2 cores, 2026-11-29."""
+from a process that has imported torch. It was 0.25 to 0.4 for two scripts of tests/scripts (2 cores, 2026-11-29)."""
 CLOSE_S = 0.5
 """How long before the fault the agent may date the loss of a rank: it dates a hang at the rank's last progress."""
 OnProgress = Callable[[str, Job], Awaitable[None]]
