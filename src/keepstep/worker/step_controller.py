@@ -44,6 +44,9 @@ from keepstep.worker.step.stop_points import StopPoints
 from keepstep.worker.step.update import check_alone, check_call, check_gradients
 from keepstep.worker.step.warm_up import warm_up
 
+_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""Exceptions with which a script ends itself. Libraries raise others that are no ``Exception``: torch's
+``CheckpointException``, where a rank is lost in ``torch.distributed.checkpoint.save()``."""
 NEWS_S = 5.0
 """How long the news of a drain may take from the launcher that has the signal to a rank whose processes had it, too."""
 
@@ -295,7 +298,7 @@ class StepController:
         coordination = self._coordination
         if isinstance(error, StepInterrupted) or self.is_of_drain(error):
             return True
-        if not self._may_be_left or not isinstance(error, Exception) or not coordination.machine.used_echo:
+        if not self._may_be_left or isinstance(error, _ENDS) or not coordination.machine.used_echo:
             return False
         print(
             f"keepstep: step {coordination.machine.steps.step} comes again; it ended in echo with {error!r}",
@@ -311,7 +314,7 @@ class StepController:
         coordination = self._coordination
         is_repeatable = coordination.attempting and not coordination.completed
         may_be_left = coordination.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATED) and is_repeatable
-        if not may_be_left or not isinstance(error, Exception) or not has_lost_child(error):
+        if not may_be_left or isinstance(error, _ENDS) or not has_lost_child(error):
             return False
         if not coordination.hears_of_drain(NEWS_S):
             return False
