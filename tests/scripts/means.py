@@ -54,7 +54,7 @@ if arguments.accelerate:
     epochs = accelerator.epochs(loader, 3, updates=arguments.updates)
 else:
     own = {"per_rank": {"norms": norms}} if arguments.by_hand else {}
-    session.protect(first=first, second=second, critic=optimizers[0], maker=optimizers[1], **own)
+    session.protect(first=first, second=second, critic=optimizers[0], generator=optimizers[1], **own)
     if not arguments.one_loop:
         sampled = DataLoader(dataset, 4, sampler=torch.utils.data.DistributedSampler(dataset))
         epochs = session.epochs(sampled, 3, updates=arguments.updates)
