@@ -23,6 +23,17 @@ def test_a_rank_is_lost_where_epochs_begin_and_end(tmp_path: Path, form: str, up
     assert result["missed"] == []
 
 
+@pytest.mark.parametrize("phases", [("forward", "synced", "barrier"), ("optimizer", "barrier", "updated")])
+def test_a_line_of_an_end_of_an_epoch_is_written_once(tmp_path: Path, phases: tuple[str, ...]) -> None:
+    ends = [(n + 1) * (NUM_BATCHES + 1) - 1 for n in range(3)]
+    places = zip(ends, phases, (1, 0, 0), strict=True)
+    faults = ";".join(f"kill@step={step},phase={phase},rank={rank}" for step, phase, rank in places)
+    options = ("--nproc-per-node", 2, "--spares", 1, "--compare", "means*", "--faults", faults)
+    code, result, output = drill(tmp_path, *options, SCRIPTS / "means.py")
+    assert code == 0, output
+    assert result["missed"] == []
+
+
 def test_a_drill_of_which_nothing_is_said(tmp_path: Path) -> None:
     options = ("--nproc-per-node", 2, "--spares", 1, "--compare", "means*")
     code, result, output = drill(tmp_path, *options, SCRIPTS / "means.py")
