@@ -20,7 +20,7 @@ BOOKS = SCRIPTS / "bookkeeping.py"
 def test_a_kill_in_each_phase(tmp_path: Path, world_size: int, options: list[str]) -> None:
     code, result, output = drill(tmp_path, "--nproc-per-node", world_size, BOOKS, *options)
     assert code == 0, output
-    assert [row["phase"] for row in result["faults"]][: len(IN_A_STEP)] == list(IN_A_STEP)
+    assert {row["phase"] for row in result["faults"]} >= set(IN_A_STEP)
 
 
 def test_awkward_moments(tmp_path: Path) -> None:

@@ -75,6 +75,11 @@ def test_shards_without_replicas_go_back_to_no_epoch_before(
     check(tmp_path, places, "--shards", *options)
 
 
+@pytest.mark.parametrize("phases", [("forward", "synced", "barrier"), ("optimizer", "barrier", "updated")])
+def test_a_line_of_an_end_of_an_epoch_is_written_once(tmp_path: Path, phases: tuple[str, ...]) -> None:
+    check(tmp_path, list(zip(ENDS, phases, (1, 0, 0), strict=True)))
+
+
 def test_a_drill_of_which_nothing_is_said(tmp_path: Path) -> None:
     options = ("--nproc-per-node", 2, "--spares", 1, "--compare", "means*")
     code, result, output = drill(tmp_path, *options, SCRIPTS / "means.py")

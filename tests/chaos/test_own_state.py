@@ -16,7 +16,7 @@ OWN = SCRIPTS / "own_state.py"
 def test_a_kill_in_each_phase(tmp_path: Path, flags: list[str]) -> None:
     code, result, output = drill(tmp_path, "--nproc-per-node", 2, OWN, *flags)
     assert code == 0, output
-    assert [row["phase"] for row in result["faults"]][: len(IN_A_STEP)] == list(IN_A_STEP)
+    assert {row["phase"] for row in result["faults"]} >= set(IN_A_STEP)
 
 
 def test_a_load_that_gives_something_else_is_repeated(tmp_path: Path) -> None:

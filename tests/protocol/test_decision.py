@@ -72,7 +72,7 @@ def worker_of(roster: Roster, rank: int) -> Worker:
 
 BACKWARD, SYNCED = safe(3, Phase.BACKWARD, (3,)), safe(3, Phase.SYNCED, (3, 4))
 OPTIMIZER, TORN = safe(3, Phase.OPTIMIZER, (4,)), safe(3, Phase.OPTIMIZER, ())
-WOULD_COMMUNICATE = msgspec.structs.replace(SYNCED, would_communicate=True)
+WOULD_REPEAT = msgspec.structs.replace(SYNCED, would_repeat=True)
 CASES = {
     "one undoes": ([BACKWARD, SYNCED], 3),
     "one has left the barrier": ([SYNCED, OPTIMIZER], 4),
@@ -81,9 +81,9 @@ CASES = {
     "a torn copy beside two": ([TORN, BACKWARD, SYNCED], 3),
     "all are torn": ([TORN, TORN], None),
     "the barrier was broken": ([BACKWARD, OPTIMIZER], 4),
-    "all would communicate": ([WOULD_COMMUNICATE, WOULD_COMMUNICATE], 3),
-    "one would communicate beside a torn one": ([WOULD_COMMUNICATE, TORN], 3),
-    "one would communicate and another has": ([WOULD_COMMUNICATE, OPTIMIZER], 4),
+    "all would repeat": ([WOULD_REPEAT, WOULD_REPEAT], 3),
+    "one would repeat beside a torn one": ([WOULD_REPEAT, TORN], 3),
+    "one would repeat and another has left the barrier": ([WOULD_REPEAT, OPTIMIZER], 4),
 }
 
 

@@ -320,9 +320,10 @@ def test_a_copy_that_is_half_restored_is_not_found_whole() -> None:
     assert machine.partially_updated
 
 
-def test_a_synced_rank_tells_that_its_update_would_hold_a_collective() -> None:
+@pytest.mark.parametrize("why", ["communicates_in_update", "ends_without_update"])
+def test_a_synced_rank_tells_that_it_would_rather_repeat_its_step(why: str) -> None:
     machine = training(Phase.OPTIMIZER, 4)
-    machine.communicates_in_update = True
+    setattr(machine, why, True)
     machine.steps.advance(StepEvent.STEP_COMPLETED)
     for event in (StepEvent.STEP_ENTERED, StepEvent.BACKWARD_BEGUN, StepEvent.GRADIENTS_SYNCED):
         machine.steps.advance(event)

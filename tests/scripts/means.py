@@ -59,7 +59,7 @@ if arguments.accelerate:
 else:
     own = {"per_rank": {"norms": norms}} if arguments.by_hand else {}
     own |= {"snapshot_every": 4} if arguments.shards else {}
-    session.protect(first=first, second=second, critic=optimizers[0], maker=optimizers[1], **own)
+    session.protect(first=first, second=second, critic=optimizers[0], generator=optimizers[1], **own)
     if not arguments.one_loop:
         sampled = DataLoader(dataset, 4, sampler=torch.utils.data.DistributedSampler(dataset))
         epochs = session.epochs(sampled, 3, updates=arguments.updates)

@@ -318,7 +318,7 @@ def a_synced_rank_cannot_advance(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_common_step_is_the_least(patch: pytest.MonkeyPatch) -> None:
-    def common_step(reaches: Iterable[frozenset[int]], *, would_communicate: bool) -> int | None:
+    def common_step(reaches: Iterable[frozenset[int]], *, would_repeat: bool) -> int | None:
         live = list(reaches)
         return min(frozenset.intersection(*live), default=None) if live else None
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.worker.ranks import run_ranks
 from tests.worker.single import NUM_STEPS, Training
+from torch.distributed.checkpoint.api import CheckpointException
 
 from keepstep.errors import StepInterrupted, UsageError
 from keepstep.protocol.phases import Phase
@@ -114,8 +115,9 @@ def whose_error(_rank: int, _size: int) -> list[bool]:
     answers.append(controller.is_interruption(error))
     torch.distributed.all_reduce(torch.ones(1))
     answers += [controller.is_interruption(error), controller.is_interruption(KeyboardInterrupt())]
+    answers.append(controller.is_interruption(CheckpointException("save", {})))  # it is no Exception
     return answers
 
 
 def test_an_error_is_the_scripts_own_unless_the_step_went_on_in_echo() -> None:
-    assert run_ranks(1, whose_error) == [[True, False, False, True, False]]
+    assert run_ranks(1, whose_error) == [[True, False, False, True, False, True]]

@@ -126,7 +126,7 @@ def default_faults(
     Args:
         world_size: number of ranks.
         places: the steps of the run without failures, in their order.
-        most: how many kills at most; the first of these are the more telling ones.
+        most: how many kills at most, but at least one in each phase.
         written: the step that followed the first file.
     """
     if not places:
@@ -182,8 +182,11 @@ class _Plan:
         )
 
     def faults(self, most: int) -> list[DrillFault]:
-        """The first of the kills, in the order of their steps, and a slow start of what replaces rank 0."""
-        kept = sorted(self._found[:most], key=lambda fault: fault.step or 0)
+        """One kill in each phase and some others, by their steps, and a slow start of what replaces rank 0."""
+        first = {fault.phase: fault for fault in reversed(self._found)}
+        further = [fault for fault in self._found if fault is not first[fault.phase]]
+        kept = [*first.values(), *further[: max(0, most - len(first))]]
+        kept.sort(key=lambda fault: fault.step or 0)
         slow = DrillFault(number=0, kind="pause", during="forward", rank=0, seconds=SLOW_START_S)
         late = max((n for n, fault in enumerate(kept) if fault.rank == 0), default=0)
         kept.insert(late + 1, slow)  # it waits for all kills in front of it

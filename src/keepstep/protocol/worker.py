@@ -94,6 +94,8 @@ class WorkerMachine:
         """Why it last counted as partially updated."""
         self.communicates_in_update = False
         """Whether the script has run a collective after the gradient barrier."""
+        self.ends_without_update = False
+        """Whether this rank came to its last gradient barrier to end a step without an update."""
         self.stopped_in: tuple[int, Phase] | None = None
         """Step and phase in which this rank was interrupted; None once its groups are connected again."""
         self.assignment: msg.Assign | None = None
@@ -378,10 +380,11 @@ class WorkerMachine:
             self._reported = self._stop_generation
             step, phase = self.stopped_in or (self.steps.step, self.steps.phase)
             current = None if self.partially_updated else self.steps.parameters_at
-            would_communicate = self.communicates_in_update and self.steps.phase is Phase.SYNCED
+            is_repeated = self.communicates_in_update or self.ends_without_update
+            would_repeat = is_repeated and self.steps.phase is Phase.SYNCED
             at = (self._stop_generation, step, phase, self.own_reach(), current)
             flaw = msg.text(self._flaw) if self.partially_updated and self._flaw is not None else None
-            held = (self._snapshots, would_communicate, self._second_copies, self.doubt, flaw)
+            held = (self._snapshots, would_repeat, self._second_copies, self.doubt, flaw)
             return SendReport(msg.SafePointReached((self.worker,), *at, *held))
         order = self._order
         if order is None or not order.generation == self._stop_generation == self._reported:

@@ -198,7 +198,7 @@ class Coordination:
         """Records that an operation of a group has ended."""
         self.page.operation_left(group, operation, peer, was_awaited=was_awaited)
 
-    def failed(self, group: str, error: Exception) -> bool:
+    def failed(self, group: str, error: BaseException) -> bool:
         """Reports the error of a collective once, and closes the groups. Returns whether the group must echo."""
         if self.completed:
             return False

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import time
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from keepstep.protocol.moves import End
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.weights.memory.blocks import local_of
 from keepstep.worker.coordination import Coordination
+from keepstep.worker.once import Once
 from keepstep.worker.parallel.zero import local_optimizer
 from keepstep.worker.process.termination import (
     has_lost_child,
@@ -44,6 +46,9 @@ from keepstep.worker.step.stop_points import StopPoints
 from keepstep.worker.step.update import check_alone, check_call, check_gradients
 from keepstep.worker.step.warm_up import warm_up
 
+_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""Exceptions with which a script ends itself. Libraries raise others that are no ``Exception``: torch's
+``CheckpointException``, where a rank is lost in ``torch.distributed.checkpoint.save()``."""
 NEWS_S = 5.0
 """How long the news of a drain may take from the launcher that has the signal to a rank whose processes had it, too."""
 
@@ -94,6 +99,8 @@ class StepController:
         self._index: int | None = None
         """The step that was yielded last and has not ended."""
         self._deferred: list[Callable[[], object]] = []
+        self._called: int | None = None
+        """The step whose deferred calls this rank has made. It may be repeated for another rank."""
         self._is_inside = False
         """Whether the step has begun, and is neither committed nor undone."""
         self._was_begun = self._has_backward = False
@@ -280,17 +287,36 @@ class StepController:
         self._undoing.complete()
         self._stop_points.step_took(time.monotonic() - self._begun_s)
         self._recovery.after_step()
+        self._call_deferred()
+        self._called = None
+
+    def _call_deferred(self) -> None:
         deferred, self._deferred = self._deferred, []
         for function in deferred:
             function()
 
-    def defer(self, function: Callable[[], object]) -> None:
-        """Calls a function at the end of this attempt's `commit`, or never if the attempt is interrupted.
+    def _call_in_barrier(self) -> None:
+        """Makes the deferred calls of a step that may still be repeated, and notes that this rank has made them.
 
-        Calls it at once if no step has been yielded that may be repeated.
+        Rank 0, which writes the log, notes it on the controller, for its replacement.
+        """
+        is_noted = self._coordination.machine.rank == 0 and self._deferred
+        name = f"keepstep: calls deferred in step {self._index}"
+        with Once(name, self._coordination.ask_once, {}) if is_noted else contextlib.nullcontext(True) as mine:
+            if not mine:
+                self._deferred.clear()
+            self._call_deferred()
+        self._called = self._index
+
+    def defer(self, function: Callable[[], object]) -> None:
+        """Calls a function in this attempt's `commit`, or never if the attempt is interrupted before.
+
+        Calls it at once if no step has been yielded that may be repeated. An attempt that repeats the step after that
+        calls nothing again.
         """
         if self._coordination.attempting:
-            self._deferred.append(function)
+            if self._called != self._index:
+                self._deferred.append(function)
         else:
             function()
 
@@ -299,7 +325,7 @@ class StepController:
         coordination = self._coordination
         if isinstance(error, StepInterrupted) or self.is_of_drain(error):
             return True
-        if not self._may_be_left or not isinstance(error, Exception) or not coordination.machine.used_echo:
+        if not self._may_be_left or isinstance(error, _ENDS) or not coordination.machine.used_echo:
             return False
         print(
             f"keepstep: step {coordination.machine.steps.step} comes again; it ended in echo with {error!r}",
@@ -315,7 +341,7 @@ class StepController:
         coordination = self._coordination
         is_repeatable = coordination.attempting and not coordination.completed
         may_be_left = coordination.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATED) and is_repeatable
-        if not may_be_left or not isinstance(error, Exception) or not has_lost_child(error):
+        if not may_be_left or isinstance(error, _ENDS) or not has_lost_child(error):
             return False
         if not coordination.hears_of_drain(NEWS_S):
             return False
@@ -335,9 +361,11 @@ class StepController:
         def prepare() -> Votes:
             self._undoing.before_barrier()
             recovery.before_barrier()
-            return Votes(purpose if self._state.trains else Purpose.NONE, *recovery.votes())
+            purposes = purpose if self._state.trains else Purpose.NONE
+            return Votes(purposes, *recovery.votes(), defers=bool(self._deferred))
 
-        recovery.passed_barrier(pass_gradient_barrier(self._coordination, prepare, recovery.decide_at_barrier))
+        coordination, decide = self._coordination, recovery.decide_at_barrier
+        recovery.passed_barrier(pass_gradient_barrier(coordination, prepare, self._call_in_barrier, decide))
 
     def _refuse_leftover_gradients(self) -> None:
         """Refuses gradients that a step without an update leaves for the next one: a rollback would lose them."""

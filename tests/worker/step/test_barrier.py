@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from keepstep.protocol.messages import Member, Membership
 from keepstep.protocol.phases import Phase
 from keepstep.worker.step.barrier import Purpose, Votes, check_purposes, pass_gradient_barrier
 
-VOTES = Votes(Purpose.NONE, 0, False)
+VOTES = Votes(Purpose.NONE, 0, False, False)
 
 
 class Recorded:
@@ -56,7 +57,7 @@ def passing(_rank: int, _size: int, moment: str, keeps: bool) -> Any:
         training.model.zero_grad()
         coordination.observe = lambda what: training.link.stop(2) if what == str(Phase.SYNCED) else None
     try:
-        pass_gradient_barrier(coordination, recorded.prepare, decide)
+        pass_gradient_barrier(coordination, recorded.prepare, lambda: None, decide)
         outcome = "passed"
     except StepInterrupted:
         outcome = "interrupted"
@@ -111,15 +112,26 @@ def voted(rank: int, size: int, path: Path, purposes: tuple[Purpose, ...]) -> An
         move=lambda event: told.append(str(event)), settled=lambda: None, observe=lambda _what: None,
     )  # fmt: skip
     try:
-        votes = Votes(purposes[rank], every=3 * rank, is_busy=rank == 2)
-        return pass_gradient_barrier(coordination, lambda: votes, lambda: told.append("decide"))
+        votes = Votes(purposes[rank], every=3 * rank, is_busy=rank == 2, defers=rank == 1)
+        call, decide = (functools.partial(told.append, what) for what in ("call", "decide"))
+        heard = pass_gradient_barrier(coordination, lambda: votes, call, decide)
+        return heard, told
     except UsageError as error:
         return str(error)
 
 
 def test_all_ranks_hear_the_greatest_of_all_votes(tmp_path: Path) -> None:
     purposes = (UPDATE, UPDATE, END, END)
-    assert run_ranks(4, voted, tmp_path, purposes) == [Votes(purpose, 9, True) for purpose in purposes]
+    passed = ["gradients synced", "barrier left"]
+    expected = [(Votes(purpose, 9, True, True), passed) for purpose in purposes]
+    assert run_ranks(4, voted, tmp_path, purposes) == expected
+
+
+def test_deferred_calls_of_a_step_without_an_update_are_made_before_any_rank_leaves(tmp_path: Path) -> None:
+    purposes = (END, END, NONE, END)
+    passed = ["gradients synced", "call", "barrier left"]
+    expected = [(Votes(purpose, 9, True, True), passed) for purpose in purposes]
+    assert run_ranks(4, voted, tmp_path, purposes) == expected
 
 
 def test_all_ranks_name_those_that_come_for_something_else(tmp_path: Path) -> None:

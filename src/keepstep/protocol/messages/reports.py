@@ -95,7 +95,7 @@ class SafePointReached(Message, frozen=True):
     """The workers have stopped at a safe point.
 
     ``generation`` is that of `Stop`. ``reach`` is the reach of their shards, and ``snapshots`` the steps that each can
-    load. ``would_communicate``: the update for which they are synced calls a collective, which would be interrupted.
+    load. ``would_repeat``: they are synced, and would rather compute the step again than complete it.
     ``second_copies`` are the snapshots of other ranks that each of them keeps. ``doubt``: a digest of the shard if they
     have completed the step and nothing is wrong with it but that the script has decided something by a value that a
     failure has cut off; ``reach`` is empty then, until `DoubtLifted`. ``flaw``: why their copies do not count; None if
@@ -109,7 +109,7 @@ class SafePointReached(Message, frozen=True):
     reach: Numbers
     current_step: int | None
     snapshots: Numbers
-    would_communicate: bool
+    would_repeat: bool
     second_copies: SnapshotsByRank
     doubt: Name | None
     flaw: Text | None

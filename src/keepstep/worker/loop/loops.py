@@ -233,7 +233,7 @@ class Loops(abc.ABC):
         """Calls a function once the current step is committed, and never for an attempt that is undone.
 
         For actions that must not happen twice, such as a log line or a counter. Surviving ranks call it at the end of
-        the step, or of the epoch if it was deferred there. It must not communicate.
+        the step, or of the epoch if it was deferred there. It must not communicate, nor change protected state.
 
         Args:
             function: what to call.

@@ -54,6 +54,8 @@ class Step(int):
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)  # pickled as a plain int
 
+    __str__ = int.__repr__
+
     def place(self, epoch: int, position: int, steps_per_epoch: int, updates: int = 1) -> None:
         """Sets `epoch`, `position`, `is_epoch_end` and `update`."""
         self.epoch, self.position, self.update = epoch, position, position % updates

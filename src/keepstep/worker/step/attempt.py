@@ -78,14 +78,12 @@ class Attempt:
             is_own_done: whether it also holds for what this rank has of its own. The other ranks hold that as it was at
                 the last barrier.
         """
-        own = None if is_own_done else self._declared.own()
+        if not is_own_done:
+            self._own = self._declared.own()
         if is_done:
             self._put_back()
         else:
             self._snapshot.take()
-        if own is not None:
-            self._own = own
-            self._declared.load_own(own)
 
     def _put_back(self) -> None:
         self._snapshot.put_back()  # also this rank's own values, as the other ranks hold them

@@ -83,9 +83,9 @@ def reachable_step(
     greatest = resume.resume_step(reaches)
     if greatest is None or greatest != live_step:
         return greatest  # a checkpoint or snapshot reaches further than the live copies
-    would_communicate = any(worker.safe is not None and worker.safe.would_communicate for worker in spoken.values())
+    would_repeat = any(worker.safe is not None and worker.safe.would_repeat for worker in spoken.values())
     each_live = (reach for of_shard in live.values() for reach in of_shard)
-    common = resume.common_step(each_live, would_communicate=would_communicate)
+    common = resume.common_step(each_live, would_repeat=would_repeat)
     return greatest if common is None else common
 
 
