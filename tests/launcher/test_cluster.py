@@ -181,7 +181,8 @@ def test_agents_and_controller_apart(nodes: Nodes, tmp_path: Path) -> None:
     assert "the credentials are those of node 'node-a', and this is 'node-b'" in out
     for name in ("node-a", "node-b"):
         agent(nodes, name, name, job, as_node=name)
-    assert [nodes.wait(name)[0] for name in ("node-a", "node-b", "controller")] == [0, 0, 0]
+    ended = {name: nodes.wait(name) for name in ("node-a", "node-b", "controller")}
+    assert [code for code, _ in ended.values()] == [0, 0, 0], "\n".join(out for _, out in ended.values())
 
 
 def test_two_nodes_of_one_name_are_one_too_many(nodes: Nodes) -> None:

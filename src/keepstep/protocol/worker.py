@@ -92,10 +92,8 @@ class WorkerMachine:
         """See `msg.SafePointReached`. The copy counts as partially updated until `msg.DoubtLifted`."""
         self._flaw: str | None = None
         """Why it last counted as partially updated."""
-        self.communicates_in_update = False
-        """Whether the script has run a collective after the gradient barrier."""
-        self.ends_without_update = False
-        """Whether this rank came to its last gradient barrier to end a step without an update."""
+        self.communicates_in_update = self.ends_without_update = False
+        """Whether the script has run a collective after a barrier, and came to the last one without an update."""
         self.stopped_in: tuple[int, Phase] | None = None
         """Step and phase in which this rank was interrupted; None once its groups are connected again."""
         self.assignment: msg.Assign | None = None

@@ -15,9 +15,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-import contextlib
 from collections.abc import Callable
 from typing import Any
 

@@ -83,7 +83,8 @@ def pass_gradient_barrier(
         is_passed = _all_arrived(coordination, np.zeros(1, np.int64))
     if is_passed:
         coordination.observe("barrier")
-    if not is_passed or coordination.interrupted:
+        is_passed = not coordination.interrupted
+    if not is_passed:
         decide()
     coordination.move(StepEvent.BARRIER_LEFT)
     coordination.reduced_behind_update = False
