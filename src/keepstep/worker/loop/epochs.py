@@ -17,7 +17,7 @@ in its first step one with what the code at the beginning has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from keepstep.errors import NothingToRecoverFrom, StepInterrupted, UsageError
@@ -84,13 +84,17 @@ class Epochs:
         assert controller is not None
         self._index = controller.next_step(len(self) * self.numbers_per_epoch)
 
-    def _commit(self) -> None:
-        """Commits the script's code at the beginning or end of an epoch, when all ranks have finished it."""
+    def _commit(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Commits the script's code at the beginning or end of an epoch, when all ranks have finished it.
+
+        Args:
+            calls: those that the code has deferred.
+        """
         controller = self._controller
         assert controller is not None
         controller.begin()
         try:
-            controller.commit()
+            controller.commit_pause(calls)
         except StepInterrupted:
             controller.undo()
         self._next()
@@ -103,17 +107,20 @@ class Epochs:
                 f"epoch {epoch} was left before step {max(0, position - 1)} of {self.steps_per_epoch}: iterate it to "
                 "its end, 'for step, batch in epoch', or call epoch.run()"
             )
-        self._commit()
+        assert self._controller is not None
+        self._commit(self._controller.take_deferred())
 
     def _begin(self, epoch: int) -> None:
         """The script has finished the code at the beginning of an epoch and requests the steps."""
-        assert self._controller is not None
+        controller = self._controller
+        assert controller is not None
         counts = self.own.begun == epoch
         if not counts:
             self.own.begun = epoch
-        self._controller.settle(is_done=counts, is_own_done=counts and self._place()[1] > 0)
+        calls = controller.take_deferred()  # its code is not repeated on this rank
+        controller.settle(is_done=counts, is_own_done=counts and self._place()[1] > 0)
         while self._place() == (epoch, 0):
-            self._commit()
+            self._commit(calls)
 
     def steps_of(self, epoch: int) -> Iterator[tuple[Step, Any]]:
         """The remaining steps of an epoch, each with its batch.
