@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import DEADLINE_S, EXAMPLES, drill
+from tests.support.jobs import DEADLINE_S, EXAMPLES, SCRIPTS, drill, run
 
 FOLDER = EXAMPLES / "porting"
 FILES = {
@@ -56,3 +56,26 @@ def test_after(tmp_path: Path, name: str) -> None:
     assert code == 0, output
     assert result["identical"]
     assert len(result["faults"]) >= 2, output
+
+
+@pytest.mark.parametrize("place", ["before", "in", "after"])
+def test_rank_0_is_lost_at_agree(tmp_path: Path, place: str) -> None:
+    wrote = []
+    for striking in ([], [SCRIPTS / "at_agree.py", place, tmp_path / "struck"]):
+        folder = tmp_path / f"run-{len(wrote)}"
+        folder.mkdir()
+        script = FOLDER / "hydra_after.py"
+        code, _, err = run("run", "--nproc-per-node", 2, "--spares", 1, *striking, script, cwd=folder)
+        assert code == 0, err
+        assert len(list((folder / "out").iterdir())) == 2, "a folder and the link to it"
+        wrote.append({path.name: path.read_bytes() for path in (folder / "out" / "latest").iterdir()})
+    assert (tmp_path / "struck").exists()
+    assert wrote[0] == wrote[1]
+
+
+def test_all_ranks_are_lost_behind_a_checkpoint_of_the_script(tmp_path: Path) -> None:
+    faults = ";".join(f"kill@step=9,phase=forward,rank={rank}" for rank in (0, 1))
+    options = ("--nproc-per-node", 2, "--spares", 1, "--compare", "out", "--faults", faults)
+    code, result, output = drill(tmp_path, *options, FOLDER / "fsdp2_after.py")
+    assert code == 0, output
+    assert result["identical"]
