@@ -1,5 +1,7 @@
 """The worker's machine alone: what it says, and what it has its training thread do, order by order."""
 
+from typing import Any
+
 import pytest
 
 from keepstep.errors import RemoteProtocolError
@@ -320,16 +322,27 @@ def test_a_copy_that_is_half_restored_is_not_found_whole() -> None:
     assert machine.partially_updated
 
 
-@pytest.mark.parametrize("why", ["communicates_in_update", "ends_without_update"])
-def test_a_synced_rank_tells_that_it_would_rather_repeat_its_step(why: str) -> None:
+@pytest.mark.parametrize(
+    ("why", "synced_step", "repeats"),
+    [
+        pytest.param({"communicates_in_update": True}, 5, True, id="its update holds a collective"),
+        pytest.param({"called_in": 5}, None, True, id="the lost rank may not have made its calls"),
+        pytest.param({"called_in": 5}, 5, False, id="the lost rank has made its calls"),
+        pytest.param({"called_in": 4}, None, False, id="the step holds an update"),
+    ],
+)
+def test_a_synced_rank_tells_whether_it_would_rather_repeat_its_step(
+    why: dict[str, Any], synced_step: int | None, repeats: bool
+) -> None:
     machine = training(Phase.OPTIMIZER, 4)
-    setattr(machine, why, True)
+    for name, value in why.items():
+        setattr(machine, name, value)
     machine.steps.advance(StepEvent.STEP_COMPLETED)
     for event in (StepEvent.STEP_ENTERED, StepEvent.BACKWARD_BEGUN, StepEvent.GRADIENTS_SYNCED):
         machine.steps.advance(event)
-    machine.receive(stop(2))
+    machine.receive(stop(2, synced_step))
     assert moves(machine) == [
-        SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), True, (), None, None),
+        SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), repeats, (), None, None),
         Wait(),
     ]
     machine.receive(Recover(2, 5, (Transfer((RANK,), (0,)),), MEMBERSHIP, (), None))

@@ -76,6 +76,11 @@ class WorkerMachine:
     None of them decreases, except ``_target``: it falls back to ``generation`` if a start-up ends without its peers.
     """
 
+    called_in: int | None = None
+    """The last step without an update in which this rank made its deferred calls before the gradient barrier."""
+    _synced_step: int | None = None
+    """See the last `Stop`."""
+
     def __init__(self, worker: int, pid: int, rank: int | None) -> None:
         self.worker, self.rank, self._pid = worker, rank, pid
         self.steps = StepMachine()
@@ -92,8 +97,8 @@ class WorkerMachine:
         """See `msg.SafePointReached`. The copy counts as partially updated until `msg.DoubtLifted`."""
         self._flaw: str | None = None
         """Why it last counted as partially updated."""
-        self.communicates_in_update = self.ends_without_update = False
-        """Whether the script has run a collective after a barrier, and came to the last one without an update."""
+        self.communicates_in_update = False
+        """Whether the script has run a collective after the gradient barrier."""
         self.stopped_in: tuple[int, Phase] | None = None
         """Step and phase in which this rank was interrupted; None once its groups are connected again."""
         self.assignment: msg.Assign | None = None
@@ -183,7 +188,7 @@ class WorkerMachine:
     def _stop(self, order: msg.Stop) -> Urgency:
         in_time = self.steps.phase is Phase.BACKWARD and self.steps.step == order.synced_step
         settles = in_time and not self._failed  # after a failed collective, the backward has ended already
-        self._settling = order.generation if settles else None
+        self._settling, self._synced_step = order.generation if settles else None, order.synced_step
         self._stop_generation = order.generation
         return Urgency.SETTLE if settles else Urgency.BREAK
 
@@ -378,8 +383,8 @@ class WorkerMachine:
             self._reported = self._stop_generation
             step, phase = self.stopped_in or (self.steps.step, self.steps.phase)
             current = None if self.partially_updated else self.steps.parameters_at
-            is_repeated = self.communicates_in_update or self.ends_without_update
-            would_repeat = is_repeated and self.steps.phase is Phase.SYNCED
+            has_called_alone = self.steps.step == self.called_in != self._synced_step
+            would_repeat = self.steps.phase is Phase.SYNCED and (self.communicates_in_update or has_called_alone)
             at = (self._stop_generation, step, phase, self.own_reach(), current)
             flaw = msg.text(self._flaw) if self.partially_updated and self._flaw is not None else None
             held = (self._snapshots, would_repeat, self._second_copies, self.doubt, flaw)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from keepstep.worker.process.termination import (
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.step.attempt import Attempt
-from keepstep.worker.step.barrier import Purpose, Votes, pass_gradient_barrier
+from keepstep.worker.step.barrier import Purpose, Votes, await_all, pass_gradient_barrier
 from keepstep.worker.step.stop_points import StopPoints
 from keepstep.worker.step.update import check_alone, check_call, check_gradients
 from keepstep.worker.step.warm_up import warm_up
@@ -99,8 +99,6 @@ class StepController:
         self._index: int | None = None
         """The step that was yielded last and has not ended."""
         self._deferred: list[Callable[[], object]] = []
-        self._called: int | None = None
-        """The step whose deferred calls this rank has made. It may be repeated for another rank."""
         self._is_inside = False
         """Whether the step has begun, and is neither committed nor undone."""
         self._was_begun = self._has_backward = False
@@ -283,36 +281,44 @@ class StepController:
         self._undoing.complete()
         self._stop_points.step_took(time.monotonic() - self._begun_s)
         self._recovery.after_step()
-        self._call_deferred()
-        self._called = None
-
-    def _call_deferred(self) -> None:
-        deferred, self._deferred = self._deferred, []
-        for function in deferred:
+        for function in self.take_deferred():
             function()
 
-    def _call_in_barrier(self) -> None:
-        """Makes the deferred calls of a step that may still be repeated, and notes that this rank has made them.
+    def commit_pause(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Same as `commit`, for a step that makes no update and is none of the loop's, such as the end of an epoch.
 
-        Rank 0, which writes the log, notes it on the controller, for its replacement.
+        All ranks repeat it until each has made its calls. A rank makes them when all have come, and not again. Rank 0,
+        which writes the log, notes that on the controller, for its replacement.
+
+        Args:
+            calls: what `take_deferred` has returned.
+
+        Raises:
+            StepInterrupted: as for `commit`.
         """
-        is_noted = self._coordination.machine.rank == 0 and self._deferred
-        name = f"keepstep: calls deferred in step {self._index}"
-        with Once(name, self._coordination.ask_once, {}) if is_noted else contextlib.nullcontext(True) as mine:
-            if not mine:
-                self._deferred.clear()
-            self._call_deferred()
-        self._called = self._index
+        machine = self._coordination.machine
+        await_all(self._coordination)
+        if calls and machine.called_in != self._index:
+            name = f"keepstep: calls deferred in step {self._index}"
+            once = Once(name, self._coordination.ask_once, {}) if machine.rank == 0 else contextlib.nullcontext(True)
+            with once as mine:
+                for call in calls if mine else ():
+                    call()
+        machine.called_in = self._index
+        self.commit()
+
+    def take_deferred(self) -> list[Callable[[], object]]:
+        """Returns the calls that were deferred in this attempt, and leaves them to the caller."""
+        deferred, self._deferred = self._deferred, []
+        return deferred
 
     def defer(self, function: Callable[[], object]) -> None:
-        """Calls a function in this attempt's `commit`, or never if the attempt is interrupted before.
+        """Calls a function at the end of this attempt's `commit`, or never if the attempt is interrupted.
 
-        Calls it at once if no step has been yielded that may be repeated. An attempt that repeats the step after that
-        calls nothing again.
+        Calls it at once if no step has been yielded that may be repeated.
         """
         if self._coordination.attempting:
-            if self._called != self._index:
-                self._deferred.append(function)
+            self._deferred.append(function)
         else:
             function()
 
@@ -357,11 +363,9 @@ class StepController:
         def prepare() -> Votes:
             self._undoing.before_barrier()
             recovery.before_barrier()
-            purposes = purpose if self._state.trains else Purpose.NONE
-            return Votes(purposes, *recovery.votes(), defers=bool(self._deferred))
+            return Votes(purpose if self._state.trains else Purpose.NONE, *recovery.votes())
 
-        coordination, decide = self._coordination, recovery.decide_at_barrier
-        recovery.passed_barrier(pass_gradient_barrier(coordination, prepare, self._call_in_barrier, decide))
+        recovery.passed_barrier(pass_gradient_barrier(self._coordination, prepare, recovery.decide_at_barrier))
 
     def _refuse_leftover_gradients(self) -> None:
         """Refuses gradients that a step without an update leaves for the next one: a rollback would lose them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from keepstep.protocol.messages import Member, Membership
 from keepstep.protocol.phases import Phase
 from keepstep.worker.step.barrier import Purpose, Votes, check_purposes, pass_gradient_barrier
 
-VOTES = Votes(Purpose.NONE, 0, False, False)
+VOTES = Votes(Purpose.NONE, 0, False)
 
 
 class Recorded:
@@ -57,7 +56,7 @@ def passing(_rank: int, _size: int, moment: str, keeps: bool) -> Any:
         training.model.zero_grad()
         coordination.observe = lambda what: training.link.stop(2) if what == str(Phase.SYNCED) else None
     try:
-        pass_gradient_barrier(coordination, recorded.prepare, lambda: None, decide)
+        pass_gradient_barrier(coordination, recorded.prepare, decide)
         outcome = "passed"
     except StepInterrupted:
         outcome = "interrupted"
@@ -112,26 +111,15 @@ def voted(rank: int, size: int, path: Path, purposes: tuple[Purpose, ...]) -> An
         move=lambda event: told.append(str(event)), settled=lambda: None, observe=lambda _what: None,
     )  # fmt: skip
     try:
-        votes = Votes(purposes[rank], every=3 * rank, is_busy=rank == 2, defers=rank == 1)
-        call, decide = (functools.partial(told.append, what) for what in ("call", "decide"))
-        heard = pass_gradient_barrier(coordination, lambda: votes, call, decide)
-        return heard, told
+        votes = Votes(purposes[rank], every=3 * rank, is_busy=rank == 2)
+        return pass_gradient_barrier(coordination, lambda: votes, lambda: told.append("decide"))
     except UsageError as error:
         return str(error)
 
 
 def test_all_ranks_hear_the_greatest_of_all_votes(tmp_path: Path) -> None:
     purposes = (UPDATE, UPDATE, END, END)
-    passed = ["gradients synced", "barrier left"]
-    expected = [(Votes(purpose, 9, True, True), passed) for purpose in purposes]
-    assert run_ranks(4, voted, tmp_path, purposes) == expected
-
-
-def test_deferred_calls_of_a_step_without_an_update_are_made_before_any_rank_leaves(tmp_path: Path) -> None:
-    purposes = (END, END, NONE, END)
-    passed = ["gradients synced", "call", "barrier left"]
-    expected = [(Votes(purpose, 9, True, True), passed) for purpose in purposes]
-    assert run_ranks(4, voted, tmp_path, purposes) == expected
+    assert run_ranks(4, voted, tmp_path, purposes) == [Votes(purpose, 9, True) for purpose in purposes]
 
 
 def test_all_ranks_name_those_that_come_for_something_else(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class Epochs:
             )
         controller.begin()
         try:
-            controller.commit()
+            controller.commit_pause(controller.take_deferred())
         except StepInterrupted:
             controller.undo()
         self._next()

@@ -35,14 +35,11 @@ class Votes(NamedTuple):
     """Steps between two snapshots; 0: not in this step."""
     is_busy: bool
     """Whether the rank is still writing its part of a checkpoint."""
-    defers: bool
-    """Whether the rank has calls to make once the step counts."""
 
 
 def pass_gradient_barrier(
     coordination: Coordination,
     prepare: Callable[[], Votes],
-    call_deferred: Callable[[], None],
     decide: Callable[[], None],
 ) -> Votes | None:
     """Waits until every rank has complete gradients. Returns when this rank may, or must, run its update.
@@ -51,13 +48,9 @@ def pass_gradient_barrier(
     left the barrier, this rank must run its update, so that all ranks are at the next step. Otherwise it undoes the
     step.
 
-    A step without an update is repeated as long as no rank has left the barrier. So its deferred calls are made in the
-    barrier, once all ranks have come: if one is lost before it has made its own, its replacement makes them.
-
     Args:
         coordination: coordination of this rank.
         prepare: establishes what the barrier guarantees, and returns this rank's votes.
-        call_deferred: makes the deferred calls. Not called in a step with an update.
         decide: waits for that decision; raises StepInterrupted if the step must be undone.
 
     Returns:
@@ -70,17 +63,15 @@ def pass_gradient_barrier(
     votes = prepare()
     if coordination.interrupted or coordination.machine.used_echo:
         raise StepInterrupted
-    coordination.machine.ends_without_update = votes.purpose is not Purpose.UPDATE
     coordination.move(StepEvent.GRADIENTS_SYNCED)
     coordination.settled()
-    greatest = np.array((votes.purpose is Purpose.UPDATE, votes.purpose is Purpose.END, *votes[1:]), np.int64)
+    greatest = np.array(
+        (votes.purpose is Purpose.UPDATE, votes.purpose is Purpose.END, votes.every, votes.is_busy), np.int64
+    )
     is_passed = _all_arrived(coordination, greatest)
-    updates, ends, every, is_busy, defers = greatest.tolist()
+    updates, ends, every, is_busy = greatest.tolist()
     if is_passed and updates and ends:
         is_passed = _is_one_purpose(coordination, votes.purpose)
-    if is_passed and defers and not updates:
-        call_deferred()
-        is_passed = _all_arrived(coordination, np.zeros(1, np.int64))
     if is_passed:
         coordination.observe("barrier")
         is_passed = not coordination.interrupted
@@ -88,7 +79,18 @@ def pass_gradient_barrier(
         decide()
     coordination.move(StepEvent.BARRIER_LEFT)
     coordination.reduced_behind_update = False
-    return Votes(votes.purpose, every, bool(is_busy), bool(defers)) if is_passed else None
+    return Votes(votes.purpose, every, bool(is_busy)) if is_passed else None
+
+
+def await_all(coordination: Coordination) -> None:
+    """Waits until every rank comes here, in the same step.
+
+    Raises:
+        StepInterrupted: a failure came: the step must be undone.
+    """
+    is_whole = not coordination.interrupted and not coordination.machine.used_echo
+    if not (is_whole and _all_arrived(coordination, np.zeros(1, np.int64))):
+        raise StepInterrupted
 
 
 def _is_one_purpose(coordination: Coordination, purpose: Purpose) -> bool:

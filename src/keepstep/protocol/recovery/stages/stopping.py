@@ -35,6 +35,8 @@ from keepstep.protocol.recovery.transitions import (
 )
 from keepstep.protocol.wording import by_reason, who
 
+_SYNCED = (Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED)
+"""Phases of a rank that has complete gradients of its step."""
 _TIMES_LOADED = 2
 """So many generations in a row end because a rank refuses the state: a mismatch may come from what the transfer met,
 but not twice."""
@@ -55,7 +57,7 @@ class Stopping(RecoveryStage):
         """Whether the stage waits for a process to start or a node to join."""
         self._announced = ""
         """The published sentence that says for what it waits."""
-        synced_step = next((each.step for each in failure.failures if each.phase == Phase.SYNCED), None)
+        synced_step = next((each.step for each in failure.failures if each.phase in _SYNCED), None)
         job.orders.to_all(Stop(job.generation, failure.detail, synced_step), failure.detail)
         self.interrupted(failure.cause, failure.detail, failure.failures, now_s)
 
