@@ -322,7 +322,7 @@ def test_the_rule_at_its_edges(shards: dict[str, list[frozenset[int]]], expected
     assert resume_step(shards) == expected
 
 
-def test_a_rank_whose_update_would_repeat_has_all_compute_the_step_again() -> None:
+def test_a_synced_rank_that_would_repeat_has_all_compute_the_step_again() -> None:
     both, later = frozenset({5, 6}), frozenset({6})
     assert common_step([both, both], would_repeat=True) == 5
     assert common_step([both, later], would_repeat=True) == 6

@@ -75,9 +75,10 @@ def common_step(reaches: Iterable[frozenset[int]], *, would_repeat: bool = False
         reaches: for each live copy its reach, and the steps of the checkpoints that its rank can load. The caller
             leaves out copies that reach no step.
         would_repeat: the update of a synced rank contains a collective. The groups are broken, so the collective
-            would return no valid value, and the copy could become useless. Or there is no update, and the lost rank had
-            not made its deferred calls. Then the function returns the least common step: if no rank has left the
-            gradient barrier, or only ranks with partially updated copies have, the ranks compute the step again.
+            would return no valid value, and the copy could become useless. Or it is the end of an epoch, and the lost
+            rank may not have made its deferred calls. Then the function returns the least common step: if no rank has
+            left the gradient barrier, or only ranks with partially updated copies have, the ranks compute the step
+            again.
 
     The caller prefers this step, although `resume_step` may be greater by one: so no rank gives up a good copy for a
     transfer that has yet to succeed. Without this preference, simulated jobs were lost: synced ranks ran their update,

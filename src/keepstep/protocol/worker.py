@@ -77,7 +77,7 @@ class WorkerMachine:
     """
 
     called_in: int | None = None
-    """The last step without an update in which this rank made its deferred calls before the gradient barrier."""
+    """The number of the last end of an epoch at which this rank made its deferred calls."""
     _synced_step: int | None = None
     """See the last `Stop`."""
 
@@ -383,8 +383,8 @@ class WorkerMachine:
             self._reported = self._stop_generation
             step, phase = self.stopped_in or (self.steps.step, self.steps.phase)
             current = None if self.partially_updated else self.steps.parameters_at
-            has_called_alone = self.steps.step == self.called_in != self._synced_step
-            would_repeat = self.steps.phase is Phase.SYNCED and (self.communicates_in_update or has_called_alone)
+            may_lack_calls = self.steps.step == self.called_in != self._synced_step
+            would_repeat = self.steps.phase is Phase.SYNCED and (self.communicates_in_update or may_lack_calls)
             at = (self._stop_generation, step, phase, self.own_reach(), current)
             flaw = msg.text(self._flaw) if self.partially_updated and self._flaw is not None else None
             held = (self._snapshots, would_repeat, self._second_copies, self.doubt, flaw)

@@ -79,9 +79,9 @@ class ReleaseSnapshots(Message, frozen=True):
 class Stop(Message, frozen=True):
     """All generations before ``generation`` are over: break the communicators, stop at a safe point, and report it.
 
-    ``synced_step`` is the step whose gradients a lost rank had complete. A rank in the backward of that step has all
-    the data it needs in its own sockets, and finishes the backward before it breaks any group. In a step without an
-    update, such as the end of an epoch, that rank has made its deferred calls.
+    ``synced_step`` is the last step whose gradients a lost rank had complete. A rank in the backward of that step has
+    all the data it needs in its own sockets, and finishes the backward before it breaks any group. If that is the end
+    of an epoch, the lost rank has made its deferred calls there.
     """
 
     generation: int

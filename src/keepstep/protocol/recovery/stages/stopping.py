@@ -57,7 +57,8 @@ class Stopping(RecoveryStage):
         """Whether the stage waits for a process to start or a node to join."""
         self._announced = ""
         """The published sentence that says for what it waits."""
-        synced_step = next((each.step for each in failure.failures if each.phase in _SYNCED), None)
+        steps = (each.step for each in failure.failures if each.step is not None and each.phase in _SYNCED)
+        synced_step = max(steps, default=None)
         job.orders.to_all(Stop(job.generation, failure.detail, synced_step), failure.detail)
         self.interrupted(failure.cause, failure.detail, failure.failures, now_s)
 
