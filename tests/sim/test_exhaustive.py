@@ -14,10 +14,10 @@ def test_two_ranks_and_a_spare() -> None:
     found = Explorer(small_job(2)).explore()
     assert found.violation is None, "\n".join((found.violation, *found.path))
     numbers = found.num_states, found.num_transitions, found.num_ends
-    assert numbers == (2_888, 7_469, 81), "docs/SIMULATION.md cites these, and must change with them"
+    assert numbers == (2_998, 7_745, 85), "docs/SIMULATION.md cites these, and must change with them"
 
 
-@pytest.mark.parametrize(("snapshot_every", "numbers"), [(2, (2_808, 7_549, 89)), (1, (18_524, 53_071, 532))])
+@pytest.mark.parametrize(("snapshot_every", "numbers"), [(2, (2_910, 7_819, 93)), (1, (18_932, 54_151, 548))])
 def test_two_ranks_with_a_shard_each(snapshot_every: int, numbers: tuple[int, int, int]) -> None:
     """One that is lost comes back from its snapshot: the newest one is of the step before, or is being taken."""
     found = Explorer(small_job(2, snapshot_every)).explore()
@@ -25,7 +25,7 @@ def test_two_ranks_with_a_shard_each(snapshot_every: int, numbers: tuple[int, in
     assert (found.num_states, found.num_transitions, found.num_ends) == numbers, "docs/SIMULATION.md cites these"
 
 
-@pytest.mark.parametrize(("max_delays", "numbers"), [(0, (9_946, 12_060, 273)), (1, (25_961, 53_161, 717)), (2, None)])
+@pytest.mark.parametrize(("max_delays", "numbers"), [(0, (9_946, 12_060, 273)), (1, (26_230, 53_406, 741)), (2, None)])
 def test_two_shards_with_two_replicas_each(max_delays: int, numbers: tuple[int, int, int] | None) -> None:
     """They have the groups of HSDP, of which some are kept."""
     found = Explorer(small_job(4, num_shards=2), max_delays).explore()
@@ -37,7 +37,7 @@ def test_two_shards_with_two_replicas_each(max_delays: int, numbers: tuple[int, 
 
 def test_more_delays_reach_more() -> None:
     none, one = (Explorer(small_job(2), max_delays).explore() for max_delays in (0, 1))
-    assert none.num_states < one.num_states < 2_888, "what all interleavings reach"
+    assert none.num_states < one.num_states < 2_998, "what all interleavings reach"
     assert none.num_ends < one.num_ends
 
 
@@ -45,7 +45,7 @@ def test_a_bound_that_nothing_exceeds_changes_nothing() -> None:
     """What follows from a world that is reached again with fewer delays is explored again: it has to be the same."""
     found = Explorer(small_job(2), max_delays=10**6).explore()
     assert found.violation is None, "\n".join((found.violation, *found.path))
-    assert (found.num_states, found.num_ends) == (2_888, 81), "as without a bound"
+    assert (found.num_states, found.num_ends) == (2_998, 85), "as without a bound"
 
 
 def test_three_ranks_and_a_spare() -> None:
