@@ -326,9 +326,9 @@ def test_a_copy_that_is_half_restored_is_not_found_whole() -> None:
     ("why", "synced_step", "repeats"),
     [
         pytest.param({"communicates_in_update": True}, 5, True, id="its update holds a collective"),
-        pytest.param({"called_in": 5}, None, True, id="the lost rank may not have made its calls"),
-        pytest.param({"called_in": 5}, 5, False, id="the lost rank has made its calls"),
-        pytest.param({"called_in": 4}, None, False, id="the step holds an update"),
+        pytest.param({"boundary": 5}, None, True, id="the lost rank may not have made its calls"),
+        pytest.param({"boundary": 5}, 5, False, id="the lost rank has made its calls"),
+        pytest.param({"boundary": 4}, None, False, id="a step with an update"),
     ],
 )
 def test_a_synced_rank_tells_whether_it_would_rather_repeat_its_step(
@@ -405,6 +405,13 @@ def test_the_backward_of_a_step_whose_lost_rank_was_synced_comes_to_its_end() ->
         SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), False, (), None, None),
         Wait(),
     ]
+
+
+def test_calls_at_a_boundary_at_which_the_lost_rank_was_synced_come_to_their_end() -> None:
+    machine = training(Phase.FORWARD, 5)
+    machine.boundary = 5
+    assert machine.receive(stop(2, synced_step=5)) is Urgency.SETTLE
+    assert not machine.interrupted
 
 
 def test_a_backward_has_its_time_to_settle_and_no_more() -> None:

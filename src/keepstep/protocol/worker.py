@@ -76,8 +76,9 @@ class WorkerMachine:
     None of them decreases, except ``_target``: it falls back to ``generation`` if a start-up ends without its peers.
     """
 
-    called_in: int | None = None
-    """The number of the last end of an epoch at which this rank made its deferred calls."""
+    boundary: int | None = None
+    """The number of the last boundary of an epoch to which this rank has come; it makes its deferred calls there, and
+    is synced when it has made them."""
     _synced_step: int | None = None
     """See the last `Stop`."""
 
@@ -186,7 +187,9 @@ class WorkerMachine:
         return Urgency.NONE
 
     def _stop(self, order: msg.Stop) -> Urgency:
-        in_time = self.steps.phase is Phase.BACKWARD and self.steps.step == order.synced_step
+        step, phase = self.steps.step, self.steps.phase
+        has_all = phase is Phase.BACKWARD or (phase is Phase.FORWARD and step == self.boundary)
+        in_time = has_all and step == order.synced_step
         settles = in_time and not self._failed  # after a failed collective, the backward has ended already
         self._settling, self._synced_step = order.generation if settles else None, order.synced_step
         self._stop_generation = order.generation
@@ -383,7 +386,7 @@ class WorkerMachine:
             self._reported = self._stop_generation
             step, phase = self.stopped_in or (self.steps.step, self.steps.phase)
             current = None if self.partially_updated else self.steps.parameters_at
-            may_lack_calls = self.steps.step == self.called_in != self._synced_step
+            may_lack_calls = self.steps.step == self.boundary != self._synced_step
             would_repeat = self.steps.phase is Phase.SYNCED and (self.communicates_in_update or may_lack_calls)
             at = (self._stop_generation, step, phase, self.own_reach(), current)
             flaw = msg.text(self._flaw) if self.partially_updated and self._flaw is not None else None

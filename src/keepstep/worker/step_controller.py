@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,6 @@ from keepstep.protocol.moves import End
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.weights.memory.blocks import local_of
 from keepstep.worker.coordination import Coordination
-from keepstep.worker.once import Once
 from keepstep.worker.parallel.zero import local_optimizer
 from keepstep.worker.process.termination import (
     has_lost_child,
@@ -99,6 +97,10 @@ class StepController:
         self._index: int | None = None
         """The step that was yielded last and has not ended."""
         self._deferred: list[Callable[[], object]] = []
+        self._called_in: int | None = None
+        """The last boundary of an epoch at which this rank made such calls."""
+        self._is_calling = False
+        """Whether it makes them there, where nothing interrupts them: the boundary may be repeated, and they are not."""
         self._is_inside = False
         """Whether the step has begun, and is neither committed nor undone."""
         self._was_begun = self._has_backward = False
@@ -279,7 +281,7 @@ class StepController:
         coordination = self._coordination
         if coordination.phase in (Phase.FORWARD, Phase.BACKWARD):
             self._refuse_leftover_gradients()
-            self._pass_barrier(Purpose.END)
+            self._pass_barrier(self._prepare(Purpose.END))
         coordination.complete_step()
         self._is_inside = False
         self._undoing.complete()
@@ -288,11 +290,12 @@ class StepController:
         for function in self.take_deferred():
             function()
 
-    def commit_pause(self, calls: Sequence[Callable[[], object]]) -> None:
-        """Same as `commit`, for a step that makes no update and is none of the loop's, such as the end of an epoch.
+    def commit_boundary(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Same as `commit`, for the boundary of an epoch: a step that makes no update and is none of the loop's.
 
-        All ranks repeat it until each has made its calls. A rank makes them when all have come, and not again. Rank 0,
-        which writes the log, notes that on the controller, for its replacement.
+        All ranks repeat it until each has made its calls. They make them when all have come, and not again. So if a
+        rank is lost before it is synced, it may not have made its own, and all repeat the boundary. If it was synced it
+        has, and the others make theirs before they are interrupted, as they would finish a backward.
 
         Args:
             calls: what `take_deferred` has returned.
@@ -300,15 +303,18 @@ class StepController:
         Raises:
             StepInterrupted: as for `commit`.
         """
-        machine = self._coordination.machine
+        votes = self._prepare(Purpose.END)
+        self._coordination.machine.boundary = self._index
         await_all(self._coordination)
-        if calls and machine.called_in != self._index:
-            name = f"keepstep: calls deferred in step {self._index}"
-            once = Once(name, self._coordination.ask_once, {}) if machine.rank == 0 else contextlib.nullcontext(True)
-            with once as mine:
-                for call in calls if mine else ():
+        if self._called_in != self._index:
+            self._is_calling = True
+            try:
+                for call in calls:
                     call()
-        machine.called_in = self._index
+            finally:
+                self._is_calling = False
+            self._called_in = self._index
+        self._pass_barrier(votes)
         self.commit()
 
     def take_deferred(self) -> list[Callable[[], object]]:
@@ -361,15 +367,15 @@ class StepController:
         self._is_inside, self._was_begun = False, True
         self._undoing.undo()
 
-    def _pass_barrier(self, purpose: Purpose) -> None:
+    def _prepare(self, purpose: Purpose) -> Votes:
+        """Establishes what the gradient barrier guarantees, and returns what this rank says in it."""
+        self._undoing.before_barrier()
+        self._recovery.before_barrier()
+        return Votes(purpose if self._state.trains else Purpose.NONE, *self._recovery.votes())
+
+    def _pass_barrier(self, votes: Votes) -> None:
         recovery = self._recovery
-
-        def prepare() -> Votes:
-            self._undoing.before_barrier()
-            recovery.before_barrier()
-            return Votes(purpose if self._state.trains else Purpose.NONE, *recovery.votes())
-
-        recovery.passed_barrier(pass_gradient_barrier(self._coordination, prepare, recovery.decide_at_barrier))
+        recovery.passed_barrier(pass_gradient_barrier(self._coordination, votes, recovery.decide_at_barrier))
 
     def _refuse_leftover_gradients(self) -> None:
         """Refuses gradients that a step without an update leaves for the next one: a rollback would lose them."""
@@ -397,6 +403,8 @@ class StepController:
     def _may_be_left(self) -> bool:
         """Whether an exception may interrupt the script here. Its work is then undone and repeated."""
         coordination = self._coordination
+        if self._is_calling:
+            return False
         if coordination.phase is Phase.UPDATED:
             return coordination.leaves_between_steps and coordination.attempting
         return coordination.phase in (Phase.FORWARD, Phase.BACKWARD)
@@ -417,7 +425,7 @@ class StepController:
             return
         check_call(arguments, keywords)
         if coordination.phase is not Phase.OPTIMIZER:
-            self._pass_barrier(Purpose.UPDATE)
+            self._pass_barrier(self._prepare(Purpose.UPDATE))
         check_gradients(optimizer, coordination)
         coordination.begin_update(sys._getframe(1))
 

@@ -94,7 +94,7 @@ class Epochs:
         assert controller is not None
         controller.begin()
         try:
-            controller.commit_pause(calls)
+            controller.commit_boundary(calls)
         except StepInterrupted:
             controller.undo()
         self._next()

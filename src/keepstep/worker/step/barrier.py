@@ -39,7 +39,7 @@ class Votes(NamedTuple):
 
 def pass_gradient_barrier(
     coordination: Coordination,
-    prepare: Callable[[], Votes],
+    votes: Votes,
     decide: Callable[[], None],
 ) -> Votes | None:
     """Waits until every rank has complete gradients. Returns when this rank may, or must, run its update.
@@ -50,7 +50,7 @@ def pass_gradient_barrier(
 
     Args:
         coordination: coordination of this rank.
-        prepare: establishes what the barrier guarantees, and returns this rank's votes.
+        votes: what this rank says.
         decide: waits for that decision; raises StepInterrupted if the step must be undone.
 
     Returns:
@@ -60,7 +60,6 @@ def pass_gradient_barrier(
         StepInterrupted: the step must be undone.
         UsageError: some ranks that hold the same shard have come for an update, and others to end the step.
     """
-    votes = prepare()
     if coordination.interrupted or coordination.machine.used_echo:
         raise StepInterrupted
     coordination.move(StepEvent.GRADIENTS_SYNCED)
