@@ -20,6 +20,17 @@ FILES = {
     "sft": ["out/last.pt", "out/checkpoint-*/model.safetensors"],
 }
 """Pair -> the files that failures must not change: all but those in which a trainer notes how long it took."""
+PLACES = {
+    "fsdp2": [(8, "forward"), (9, "forward")],
+    "gan": [(11, "forward"), (13, "forward")],
+    "hf_trainer": [(9, "updated"), (14, "forward")],
+    "hydra": [(12, "updated"), (23, "updated")],
+    "images": [(7, "forward"), (9, "forward")],
+    "lightning": [(8, "forward"), (10, "forward")],
+    "publish": [(4, "updated"), (9, "forward")],
+    "sft": [(10, "forward"), (13, "forward")],
+}
+"""Pair -> steps and phases: the end of an epoch, if there is one, or a checkpoint, and what comes after a file."""
 
 
 def as_started(name: str) -> list[str]:
@@ -56,6 +67,17 @@ def test_after(tmp_path: Path, name: str) -> None:
     assert code == 0, output
     assert result["identical"]
     assert len(result["faults"]) >= 2, output
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_rank_0_is_lost_at_an_end_and_after_a_file(tmp_path: Path, name: str) -> None:
+    compared = [word for pattern in FILES[name] for word in ("--compare", pattern)]
+    faults = ";".join(f"kill@step={step},phase={phase},rank=0" for step, phase in PLACES[name])
+    options = ("--nproc-per-node", 2, "--spares", 1, "--faults", faults)
+    code, result, output = drill(tmp_path, *options, *compared, *as_started(f"{name}_after"))
+    assert code == 0, output
+    assert result["identical"]
+    assert result["missed"] == []
 
 
 @pytest.mark.parametrize("place", ["before", "in", "after"])
