@@ -100,7 +100,7 @@ class StepController:
         self._called_in: int | None = None
         """The last boundary of an epoch at which this rank made such calls."""
         self._is_calling = False
-        """Whether it makes them there, where nothing interrupts them: the boundary may be repeated, and they are not."""
+        """Whether it makes them there. Nothing interrupts it: the boundary may be repeated, and they are not."""
         self._is_inside = False
         """Whether the step has begun, and is neither committed nor undone."""
         self._was_begun = self._has_backward = False

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from keepstep.integrations.attributes import OwnAttributes
+from keepstep.worker.values.own_attributes import OwnAttributes
 
 _NOT_THE_USERS = frozenset(vars(LightningModule()))
 """Attributes that every module has: torch's and Lightning's."""

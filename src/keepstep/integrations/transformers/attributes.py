@@ -19,8 +19,8 @@ from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from keepstep.errors import ConfigurationError
-from keepstep.integrations.attributes import CONSTANTS, CONTAINERS, OwnAttributes
 from keepstep.worker.state import tree
+from keepstep.worker.values.own_attributes import CONSTANTS, CONTAINERS, OwnAttributes
 
 MAX_RANK_BYTES = 1 << 20
 """Limit for the values of one rank, because every rank holds those of all ranks."""
