@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from keepstep.protocol.moves import End
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.weights.memory.blocks import local_of
 from keepstep.worker.coordination import Coordination
+from keepstep.worker.once import Once
 from keepstep.worker.parallel.zero import local_optimizer
 from keepstep.worker.process.termination import (
     has_lost_child,
@@ -281,7 +283,8 @@ class StepController:
         coordination = self._coordination
         if coordination.phase in (Phase.FORWARD, Phase.BACKWARD):
             self._refuse_leftover_gradients()
-            self._pass_barrier(self._prepare(Purpose.END))
+            self._undoing.before_barrier()
+            self._pass_barrier(Purpose.END)
         coordination.complete_step()
         self._is_inside = False
         self._undoing.complete()
@@ -295,7 +298,8 @@ class StepController:
 
         All ranks repeat it until each has made its calls. They make them when all have come, and not again. So if a
         rank is lost before it is synced, it may not have made its own, and all repeat the boundary. If it was synced it
-        has, and the others make theirs before they are interrupted, as they would finish a backward.
+        has, and the others make theirs before they are interrupted, as they would finish a backward. Rank 0, which
+        writes the log, also notes on the controller that it has made them, for its replacement.
 
         Args:
             calls: what `take_deferred` has returned.
@@ -303,18 +307,22 @@ class StepController:
         Raises:
             StepInterrupted: as for `commit`.
         """
-        votes = self._prepare(Purpose.END)
+        self._undoing.before_barrier()
         self._coordination.machine.boundary = self._index
         await_all(self._coordination)
-        if self._called_in != self._index:
+        if calls and self._called_in != self._index:
+            name = f"keepstep: calls deferred in step {self._index}"
+            is_main = self._machine.rank == 0
+            once = Once(name, self._coordination.ask_once, {}) if is_main else contextlib.nullcontext(True)
             self._is_calling = True
             try:
-                for call in calls:
-                    call()
+                with once as mine:
+                    for call in calls if mine else ():
+                        call()
             finally:
                 self._is_calling = False
-            self._called_in = self._index
-        self._pass_barrier(votes)
+        self._called_in = self._index
+        self._pass_barrier(Purpose.END)  # with the snapshot of what follows the calls: it stands for them
         self.commit()
 
     def take_deferred(self) -> list[Callable[[], object]]:
@@ -367,14 +375,10 @@ class StepController:
         self._is_inside, self._was_begun = False, True
         self._undoing.undo()
 
-    def _prepare(self, purpose: Purpose) -> Votes:
-        """Establishes what the gradient barrier guarantees, and returns what this rank says in it."""
-        self._undoing.before_barrier()
-        self._recovery.before_barrier()
-        return Votes(purpose if self._state.trains else Purpose.NONE, *self._recovery.votes())
-
-    def _pass_barrier(self, votes: Votes) -> None:
+    def _pass_barrier(self, purpose: Purpose) -> None:
         recovery = self._recovery
+        recovery.before_barrier()
+        votes = Votes(purpose if self._state.trains else Purpose.NONE, *recovery.votes())
         recovery.passed_barrier(pass_gradient_barrier(self._coordination, votes, recovery.decide_at_barrier))
 
     def _refuse_leftover_gradients(self) -> None:
@@ -425,7 +429,8 @@ class StepController:
             return
         check_call(arguments, keywords)
         if coordination.phase is not Phase.OPTIMIZER:
-            self._pass_barrier(self._prepare(Purpose.UPDATE))
+            self._undoing.before_barrier()
+            self._pass_barrier(Purpose.UPDATE)
         check_gradients(optimizer, coordination)
         coordination.begin_update(sys._getframe(1))
 
