@@ -57,12 +57,13 @@ def test_each_rank_has_its_own_log(tmp_path: Path) -> None:
 
 
 COUNTING = (
-    "kill@step=2,phase=forward,rank=0;kill@step=6,phase=backward,rank=1;kill@step=10,phase=barrier,rank=0;"
-    "kill@step=14,phase=synced,rank=1;kill@step=18,phase=optimizer,rank=0;kill@step=22,phase=updated,rank=1",
-    "kill@step=3,phase=synced,rank=1;kill@step=7,phase=forward,rank=0;kill@step=11,phase=updated,rank=0;"
-    "kill@step=15,phase=updated,rank=1;kill@step=21,phase=synced,rank=0;kill@step=24,phase=forward,rank=0",
+    "kill@step=2,phase=forward,rank=0;kill@step=6,phase=backward,rank=1;kill@step=11,phase=barrier,rank=0;"
+    "kill@step=15,phase=synced,rank=1;kill@step=22,phase=optimizer,rank=0;kill@step=26,phase=updated,rank=1",
+    "kill@step=3,phase=synced,rank=1;kill@step=7,phase=forward,rank=0;kill@step=8,phase=updated,rank=1;"
+    "kill@step=18,phase=updated,rank=0;kill@step=20,phase=synced,rank=1;kill@step=31,phase=forward,rank=0",
 )
-"""In the phases of a step, whose number is even, and in the work behind it: 7 and 15 log, evaluate and save."""
+"""In the phases of a step, and in the work behind it. Behind steps 6 and 17 are four units that log and evaluate, tell of
+the evaluation, save, and tell of that; behind another step is one."""
 
 
 @pytest.mark.parametrize("faults", COUNTING, ids=["in a step", "in the work behind it"])
@@ -72,9 +73,20 @@ def test_callbacks_and_a_trainer_count_for_each_rank(faults: str, tmp_path: Path
 
 
 def test_callbacks_count_where_epochs_end(tmp_path: Path) -> None:
-    """An epoch of five steps ends with a unit that logs, evaluates and saves; the next one begins with step 11."""
-    faults = "kill@step=10,phase=updated,rank=0;kill@step=11,phase=forward,rank=1;kill@step=21,phase=forward,rank=0"
+    """An epoch of five steps ends with four units that log, evaluate and save; the next one begins with step 14."""
+    faults = "kill@step=10,phase=updated,rank=0;kill@step=14,phase=forward,rank=1;kill@step=24,phase=forward,rank=0"
     check(tmp_path, faults, 0, "--epochs", 3, "--counting", "--strategy", "epoch")
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_callbacks_of_survivors_hear_once_of_an_evaluation_and_of_a_checkpoint(strategy: str, tmp_path: Path) -> None:
+    """Ranks are lost when they have evaluated, and when they have saved, before the others have done so as well.
+
+    The callbacks change what the optimizer does, have something saved, and reduce a value.
+    """
+    faults = "kill@step=5,phase=forward,rank=1;kill@step=7,phase=forward,rank=0;kill@step=14,phase=forward,rank=1;"
+    faults += "kill@step=16,phase=forward,rank=2"
+    check(tmp_path, faults, 1, "--epochs", 3, "--telling", "--strategy", strategy)
 
 
 def test_the_evaluation_at_the_start_is_logged_once(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ parser.add_argument("--fsdp", action="store_true", help="FSDP2, which Accelerate
 parser.add_argument("--snapshot-every", type=int)
 parser.add_argument("--own-logs", action="store_true", help="log what each rank alone has, and after updates")
 parser.add_argument("--counting", action="store_true", help="a callback and the trainer count, each rank for itself")
+parser.add_argument("--telling", action="store_true", help="a callback writes that it has heard of work behind a step")
 arguments = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -122,6 +123,28 @@ class Counts(TrainerCallback):
         (arguments.out / f"counts-of-{args.process_index}.json").write_text(json.dumps(counts))
 
 
+class Tells(TrainerCallback):
+    """Writes each rank's lines, and lets the learning rate depend on what it has heard."""
+
+    def __init__(self):
+        self.worst = 0.0
+
+    def tell(self, args, state, what):
+        with (arguments.out / f"told-{args.process_index}.txt").open("a") as file:
+            file.write(f"{state.global_step} {what}\n")
+
+    def on_evaluate(self, args, state, control, metrics, optimizer, **kwargs):
+        self.tell(args, state, {name: round(value, 6) for name, value in without_times(metrics).items()})
+        self.worst = max(self.worst, metrics["eval_loss"])
+        control.should_save = True
+        optimizer.param_groups[0]["weight_decay"] += 0.01
+
+    def on_save(self, args, state, control, **kwargs):
+        total = torch.tensor(self.worst)
+        torch.distributed.all_reduce(total)
+        self.tell(args, state, f"saved, with {total.item():.6f}")
+
+
 class Counting(KeepstepTrainer):
     """Keeps each loss of its rank."""
 
@@ -193,6 +216,7 @@ trainer = (OwnLogs if arguments.own_logs else Counting if arguments.counting els
     eval_dataset=Sentences(50, 10),
     callbacks=[
         *([Counts()] if arguments.counting else ()),
+        *([Tells()] if arguments.telling else ()),
         Dying(),
         Lines(),
         Late(),

@@ -28,6 +28,8 @@ MAX_BYTES = 16 << 20
 """Limit for those of all ranks."""
 _BEHIND_UPDATE = ("on_optimizer_step", "on_step_end")
 """Events between a step's gradient barrier and its end."""
+_OF_WORK = ("on_evaluate", "on_save")
+"""Events of the work behind a step."""
 Encoded = list[dict[str, bytes]]
 """For each owner, values as bytes by the attribute's name."""
 
@@ -59,12 +61,7 @@ class KeptAttributes:
     @property
     def change_behind_update(self) -> bool:
         """Whether a callback that keeps values hears of events between the barrier of a step and its end."""
-        return any(
-            getattr(type(each), event) is not getattr(TrainerCallback, event)
-            for each in self._own.owners[1:]
-            for event in _BEHIND_UPDATE
-            if _keeps_values(each)
-        )
+        return any(_hears(each, _BEHIND_UPDATE) for each in self._own.owners[1:] if _keeps_values(each))
 
     # ---- as each rank's own object ----------------------------------------------------------------------------------
 
@@ -186,6 +183,15 @@ def set_by(kind: type) -> set[str]:
     """Names of the attributes that the methods of a class set."""
     functions = [each for each in vars(kind).values() if isinstance(each, types.FunctionType)]
     return {line.argval for each in functions for line in dis.get_instructions(each) if line.opname == "STORE_ATTR"}
+
+
+def hear_of_work(callbacks: Iterable[object]) -> bool:
+    """Whether a callback of the user's hears of evaluations or checkpoints."""
+    return any(_hears(each, _OF_WORK) for each in callbacks if not _is_of_transformers(type(each)))
+
+
+def _hears(callback: object, events: Iterable[str]) -> bool:
+    return any(getattr(type(callback), event) is not getattr(TrainerCallback, event) for event in events)
 
 
 def _is_bare(callback: object) -> bool:

@@ -129,7 +129,17 @@ class TrainerLog:
 
 def without_times(line: dict[str, Any]) -> dict[str, Any]:
     """A line of the log without runtimes and rates, which differ between ranks."""
-    return {name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second"))}
+    return {name: value for name, value in line.items() if not _is_time(name)}
+
+
+def plain(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics of an evaluation with Python's own numbers, and with runtimes and rates of 0."""
+    values: dict[str, Any] = json.loads(json.dumps(metrics, default=_plain))
+    return values | dict.fromkeys(filter(_is_time, values), 0.0)
+
+
+def _is_time(name: str) -> bool:
+    return name.endswith(("_runtime", "_per_second"))
 
 
 def _text(line: dict[str, Any]) -> str:

@@ -21,6 +21,29 @@ _NUMBERS = ("epoch", "update_step", "is_pending", "is_step_end_due", "is_stopped
 """Attributes of `TrainerProgress` that are part of the state."""
 
 
+@dataclasses.dataclass
+class Work:
+    """How far the work is that follows a step or ends an epoch: a log, evaluations, a checkpoint.
+
+    It is one part, or, where callbacks hear of it, several: the work up to what they hear of, and then the rest.
+
+    Attributes:
+        part: number of complete parts.
+        ends_epoch: whether it ends an epoch. Known when a part is complete.
+        has_evaluated: whether an evaluation is complete.
+        evaluated_in: the part in which all evaluations were complete; None if they are not.
+        is_best: whether the metric was then the best one so far.
+        has_saved: whether the checkpoint is complete.
+    """
+
+    part: int = 0
+    ends_epoch: bool = False
+    has_evaluated: bool = False
+    evaluated_in: int | None = None
+    is_best: bool = False
+    has_saved: bool = False
+
+
 class TrainerProgress:
     """The progress and internal state of a Trainer, as a protected object.
 
@@ -28,6 +51,7 @@ class TrainerProgress:
         epoch: the current epoch.
         update_step: number of completed steps in the epoch.
         is_pending: whether the work after the last step (log, evaluation, checkpoint) is still to be done.
+        work: how far that work is.
         is_step_end_due: whether callbacks are still to hear of the end of the last step, before that work.
         is_stopped: whether the training ended before its last epoch.
         grad_norm: gradient norm of the last step.
@@ -45,6 +69,7 @@ class TrainerProgress:
         self.learning_rate: float | None = None
         self.own: Any = None
         self.log = log
+        self.work = Work()
 
     def state_dict(self) -> dict[str, Any]:
         """The replicated part of the state."""
@@ -57,6 +82,7 @@ class TrainerProgress:
             "loss": trainer._total_loss_scalar if self.was_entered else 0.0,
             "logged": trainer._globalstep_last_logged if self.was_entered else 0,
             "progress": {name: getattr(self, name) for name in _NUMBERS},
+            "work": vars(self.work),
             "further": {name: getattr(trainer, name) for name in FURTHER if hasattr(trainer, name)},
         }
         return {"values": json.dumps(values), "late": self.log.late}
@@ -71,6 +97,7 @@ class TrainerProgress:
             vars(callback).update(attributes)
         trainer._total_loss_scalar, trainer._globalstep_last_logged = values["loss"], values["logged"]
         vars(self).update(values["progress"])
+        self.work = Work(**values["work"])
         for name, value in values["further"].items():
             setattr(trainer, name, _as_before(getattr(trainer, name), value))
 

@@ -15,10 +15,10 @@ from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler, TrainerControl
 
 from keepstep.errors import ConfigurationError, UsageError
-from keepstep.integrations.transformers.attributes import KeptAttributes, set_by
+from keepstep.integrations.transformers.attributes import KeptAttributes, hear_of_work, set_by
 from keepstep.integrations.transformers.batches import EpochLoader, StepData
-from keepstep.integrations.transformers.log import MAX_MAIN_BYTES, MAX_OTHER_BYTES, TrainerLog
-from keepstep.integrations.transformers.progress import FURTHER, TrainerProgress
+from keepstep.integrations.transformers.log import MAX_MAIN_BYTES, MAX_OTHER_BYTES, TrainerLog, plain
+from keepstep.integrations.transformers.progress import FURTHER, TrainerProgress, Work
 from keepstep.protocol.messages import MAX_AGREED_BYTES
 from keepstep.worker.loop.foreign import ForeignLoop, warn_of_release, warn_of_tensors
 from keepstep.worker.loop.late_rank import have_accelerate_wait
@@ -30,7 +30,7 @@ TESTED = ((5, 20), (5, 25))
 _AGAIN = "the protected state"
 """The value of ``resume_from_checkpoint`` that makes the Trainer skip the batches of completed steps."""
 _HEARD = frozenset(
-    {"on_train_begin", "on_epoch_begin", "on_log", "on_evaluate", "on_pre_optimizer_step", "on_step_end"}
+    {"on_train_begin", "on_epoch_begin", "on_log", "on_evaluate", "on_save", "on_pre_optimizer_step", "on_step_end"}
 )
 """Callback events that `KeepstepMixin` intercepts."""
 
@@ -69,6 +69,12 @@ class KeepstepMixin(_Base):
         """Lines of the current unit that were logged, and the steps of the epoch that were complete when it began."""
         self._splits = False
         """Whether callbacks hear of the end of a step in a unit of its own."""
+        self._has_parts = False
+        """Whether the work behind a step has parts, because callbacks hear of evaluations and checkpoints."""
+        self._part: int | None = None
+        """The part of that work that this process has reached; None outside of it, and while callbacks hear of it."""
+        self._evaluations: list[dict[str, Any]] = []
+        """The metrics of the evaluations in committed parts of it, which belong to this rank."""
         self._is_put = False
         """Whether this process has not itself completed the unit before the current one."""
         self._is_in_epoch = False
@@ -137,7 +143,9 @@ class KeepstepMixin(_Base):
         options = dict(self.keepstep_options)
         per_rank = options.pop("per_rank", {})
         self._attributes = KeptAttributes(
-            self, {*set_by(KeepstepMixin), *FURTHER}, [*self.keepstep_options.values(), *per_rank.values()]
+            self,
+            {*set_by(KeepstepMixin), *FURTHER} - {"_evaluations"},
+            [*self.keepstep_options.values(), *per_rank.values()],
         )
         per_rank = {**per_rank, "log_history": self._progress.log, "attributes": self._attributes}
         self.session.protect(
@@ -165,6 +173,7 @@ class KeepstepMixin(_Base):
             self._told_later()
             self._progress.load_state_dict(present)  # the job's, not what a callback begins with
         self._splits = self.session.agree("transformers: split steps", self._attributes.change_behind_update)
+        self._has_parts = self.session.agree("transformers: parts", hear_of_work(self.callback_handler.callbacks))
         self._put()
         self._is_in_epoch = self._loop.index > 0 and bool(self._progress.update_step or self._progress.is_pending)
         return sys.maxsize if self._is_over() else self._progress.epoch
@@ -189,6 +198,8 @@ class KeepstepMixin(_Base):
         epoch = progress.epoch
         if progress.is_pending:
             self._work_behind_step(common)
+            if progress.epoch > epoch:
+                return
         if self.control.should_epoch_stop or self.control.should_training_stop:
             progress.update_step = common["num_update_steps_per_epoch"]  # the rest of the epoch is left out
         common |= {
@@ -259,22 +270,91 @@ class KeepstepMixin(_Base):
                 self._commit()
             return
         self._loop.controller.seed(self.state.global_step)
-        super()._maybe_log_save_evaluate(
-            tr_loss,
-            progress.grad_norm,
-            model,
-            trial,
-            epoch,
-            ignore_keys_for_eval,
-            start_time,
-            learning_rate=progress.learning_rate,
-        )
+        self.control.should_evaluate |= progress.work.has_evaluated  # for the parts that are not complete
+        self.control.should_save |= progress.work.has_saved
+        self._part = 0
+        try:
+            super()._maybe_log_save_evaluate(
+                tr_loss,
+                progress.grad_norm,
+                model,
+                trial,
+                epoch,
+                ignore_keys_for_eval,
+                start_time,
+                learning_rate=progress.learning_rate,
+            )
+        finally:
+            self._part = None
         self._take()
-        if progress.is_pending:
-            progress.is_pending = False
-        else:
+        if progress.work.ends_epoch or not progress.is_pending:
             self._end_epoch(progress.epoch)
+        progress.is_pending, progress.work = False, Work()
+        self._evaluations.clear()
         self._commit()
+
+    def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        if self._part is None or self._progress.work.evaluated_in is None:
+            return super()._evaluate(*arguments, **keywords)
+        self._part, self.control.should_evaluate = self._progress.work.evaluated_in, False
+        return {}
+
+    def evaluate(self, eval_dataset: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        """As ``Trainer.evaluate``, but not again in the work behind a step if all ranks have done so there."""
+        part = self._part
+        of_several = isinstance(self.eval_dataset if eval_dataset is None else eval_dataset, dict)
+        if part is None or part >= len(self._evaluations) or of_several:
+            return super().evaluate(eval_dataset, *arguments, **keywords)
+        metrics = self._evaluations[part]
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return dict(metrics)
+
+    def _determine_best_metric(self, *arguments: Any, **keywords: Any) -> Any:
+        if self._part is None:
+            return super()._determine_best_metric(*arguments, **keywords)
+        work = self._progress.work
+        if work.evaluated_in is None:
+            work.is_best, work.evaluated_in = super()._determine_best_metric(*arguments, **keywords), self._part
+        return work.is_best
+
+    def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
+        if self._part:  # callbacks have heard of an evaluation, and are not to hear of it again
+            self._end_part()
+        if self._is_in_present_part:
+            super()._save_checkpoint(*arguments, **keywords)
+
+    @property
+    def _is_in_present_part(self) -> bool:
+        return self._part is None or self._part == self._progress.work.part
+
+    def _end_part(self) -> None:
+        """Commits a part of the work behind a step, if it is not complete."""
+        progress = self._progress
+        assert self._part is not None
+        if self._is_in_present_part:
+            progress.work.part += 1
+            progress.work.ends_epoch |= not progress.is_pending
+            progress.is_pending = True
+            self._take()
+            self._commit()
+            self._loop.controller.seed(self.state.global_step)
+        self._part += 1
+
+    def _tell_of_work(self, event: str, call: Callable[[], Any], control: TrainerControl, metrics: Any) -> Any:
+        """Tells callbacks of an evaluation or a checkpoint in a part of its own, when all ranks have completed it."""
+        if event == "on_save":
+            self._progress.work.has_saved = True
+        elif self._is_in_present_part:
+            self._progress.work.has_evaluated = True
+            self._evaluations.append(plain(metrics))
+        self._end_part()
+        if not self._is_in_present_part:
+            return control
+        part, self._part = self._part, None
+        try:
+            return call()
+        finally:
+            self._part = part
 
     def _end_step(self) -> None:
         """Tells of the end of a committed step, where callbacks may change what they keep."""
@@ -337,7 +417,7 @@ class KeepstepMixin(_Base):
 
     def _wants_more(self) -> bool:
         control = self.control
-        return bool(control.should_log or control.should_evaluate or control.should_save)
+        return bool(control.should_log or control.should_evaluate or control.should_save or self._progress.work.part)
 
     def _is_over(self) -> bool:
         return self._progress.is_stopped or self._progress.epoch >= self.state.num_train_epochs
@@ -358,7 +438,7 @@ class KeepstepMixin(_Base):
     def _tell(self, logs: dict[str, Any]) -> None:
         self.callback_handler.tell("on_log", self.args, self.state, self.control, logs=logs)
 
-    def _hear(self, event: str, call: Callable[[], Any], control: TrainerControl, logs: dict[str, Any] | None) -> Any:
+    def _hear(self, event: str, call: Callable[[], Any], control: TrainerControl, metrics: Any) -> Any:
         """Intercepts a callback event. It defers ``on_log`` until the unit is committed."""
         progress = self._progress
         if event == "on_train_begin" and self.session.is_waiting_spare:  # callbacks ask which process this is
@@ -371,6 +451,8 @@ class KeepstepMixin(_Base):
             self._num_told += 1
             self.session.defer(self._say, index, number, call)
             return control
+        if event in ("on_evaluate", "on_save") and self._has_parts and self._part is not None:
+            return self._tell_of_work(event, call, control, metrics)
         if event == "on_step_end" and self._splits:
             return control  # `_end_step` tells of it
         told = call()
@@ -413,7 +495,7 @@ class _WhenAsked:
 
 
 def _listening(handler: CallbackHandler, hear: Callable[..., Any]) -> Any:
-    """Makes a handler pass some events to ``hear(event, call, control, logs)``; ``call`` invokes the callbacks."""
+    """Makes a handler pass some events to ``hear(event, call, control, metrics)``; ``call`` invokes the callbacks."""
     kind: Any = type(handler)
 
     class Listening(kind):
@@ -421,7 +503,7 @@ def _listening(handler: CallbackHandler, hear: Callable[..., Any]) -> Any:
             if event not in _HEARD:
                 return super().call_event(event, args, state, control, **keywords)
             call = functools.partial(self.tell, event, args, state, control, **keywords)
-            return hear(event, call, control, keywords.get("logs"))
+            return hear(event, call, control, keywords.get("metrics"))
 
         def tell(self, event: str, *values: Any, **keywords: Any) -> Any:
             return super().call_event(event, *values, **keywords)
