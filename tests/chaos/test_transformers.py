@@ -16,7 +16,7 @@ LOGGING = 5
 """The unit after the fourth step, in which rank 0 logs, evaluates and saves."""
 
 
-def check(tmp_path: Path, faults: str, spares: int, *options: object) -> None:
+def check(tmp_path: Path, faults: str, spares: int, *options: object) -> str:
     arguments = ("--nproc-per-node", RANKS, "--spares", spares, "--compare", "out", "--faults", faults)
     code, result, output = drill(tmp_path, *arguments, SCRIPT, *options)
     assert code == 0, output
@@ -25,6 +25,7 @@ def check(tmp_path: Path, faults: str, spares: int, *options: object) -> None:
     assert all(row["steps_recomputed"] <= 1 for row in result["faults"])
     # Without a spare it depends on which is faster: the new process, or the recovery that gives it the rank.
     assert not spares or {row["spare"] for row in result["faults"]} == {"warm"}
+    return output
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,9 @@ def test_callbacks_of_survivors_hear_once_of_an_evaluation_and_of_a_checkpoint(s
     """
     faults = "kill@step=5,phase=forward,rank=1;kill@step=7,phase=forward,rank=0;kill@step=14,phase=forward,rank=1;"
     faults += "kill@step=16,phase=forward,rank=2"
-    check(tmp_path, faults, 1, "--epochs", 3, "--telling", "--strategy", strategy)
+    output = check(tmp_path, faults, 1, "--epochs", 3, "--telling", "--strategy", strategy)
+    last = 4 if strategy == "steps" else 5
+    assert f"keepstep: step 5 comes after global_step {last} of the Trainer" in output
 
 
 def test_the_evaluation_at_the_start_is_logged_once(tmp_path: Path) -> None:

@@ -114,6 +114,11 @@ class StepController:
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self._machine.rank == 0
+
     # ---- from step to step ------------------------------------------------------------------------------------------
 
     def stand_ready(self, start: int, *, resumes: bool = False) -> None:
@@ -312,8 +317,7 @@ class StepController:
         await_all(self._coordination)
         if calls and self._called_in != self._index:
             name = f"keepstep: calls deferred in step {self._index}"
-            is_main = self._machine.rank == 0
-            once = Once(name, self._coordination.ask_once, {}) if is_main else contextlib.nullcontext(True)
+            once = Once(name, self._coordination.ask_once, {}) if self.is_main else contextlib.nullcontext(True)
             self._is_calling = True
             try:
                 with once as mine:

@@ -24,11 +24,15 @@ from keepstep.worker.step_controller import StepController
 class ForeignLoop:
     """One rank's units. All methods are called by the training thread."""
 
-    def __init__(self, begin: Callable[[], StepController]) -> None:
+    def __init__(self, begin: Callable[[], StepController], place: Callable[[], str]) -> None:
         """Args:
         begin: `Session.begin`.
+        place: returns the framework's own name of the last step in the protected state, such as "global_step 4".
         """
         self._begin = begin
+        self._place = place
+        self._has_resumed = False
+        """Whether a unit was handed out for the first time after a recovery, and the user has not been told."""
         self._controller: StepController | None = None
         self.index = 0
         """Number of the current unit."""
@@ -78,9 +82,13 @@ class ForeignLoop:
     def go_back(self) -> None:
         """Waits for the recovery. Call it after `is_interruption` returned True; `enter` calls it, too.
 
-        On return the protected state contains the position at which the framework must enter its loop.
+        On return the protected state contains the position at which the framework must enter its loop. Rank 0 prints
+        it: the user knows the framework's numbers, and messages have keepstep's.
         """
         self._hand_out(sys.maxsize)
+        if self._has_resumed and self.controller.is_main:
+            print(f"keepstep: step {self.index} comes after {self._place()}", file=sys.stderr, flush=True)
+        self._has_resumed = False
 
     def is_interruption(self, error: BaseException) -> bool:
         """Whether a failure of another rank caused an exception. If so, this method undoes the unit.
@@ -131,6 +139,7 @@ class ForeignLoop:
         if index is None:  # the job is drained, and the script handles the signal itself
             raise SystemExit(0)
         self.index = index
+        self._has_resumed |= self.controller.resumed
 
 
 def numbered(name: str, things: list[Any]) -> dict[str, Any]:
