@@ -63,8 +63,8 @@ COUNTING = (
     "kill@step=3,phase=synced,rank=1;kill@step=7,phase=forward,rank=0;kill@step=8,phase=updated,rank=1;"
     "kill@step=18,phase=updated,rank=0;kill@step=20,phase=synced,rank=1;kill@step=31,phase=forward,rank=0",
 )
-"""In the phases of a step, and in the work behind it. Behind steps 6 and 17 are four units that log and evaluate, tell of
-the evaluation, save, and tell of that; behind another step is one."""
+"""In the phases of a step, and in the work behind it. Behind steps 6 and 17 are four units: they log and evaluate, tell
+of the evaluation, save, and tell of that; behind another step is one."""
 
 
 @pytest.mark.parametrize("faults", COUNTING, ids=["in a step", "in the work behind it"])
@@ -85,8 +85,8 @@ def test_callbacks_of_survivors_hear_once_of_an_evaluation_and_of_a_checkpoint(s
 
     The callbacks change what the optimizer does, have something saved, and reduce a value.
     """
-    faults = "kill@step=5,phase=forward,rank=1;kill@step=7,phase=forward,rank=0;kill@step=14,phase=forward,rank=1;"
-    faults += "kill@step=16,phase=forward,rank=2"
+    faults = "kill@step=5,phase=forward,rank=1;kill@step=7,phase=forward,rank=0;kill@step=10,phase=backward,rank=1;"
+    faults += "kill@step=14,phase=forward,rank=1;kill@step=16,phase=forward,rank=2"
     output = check(tmp_path, faults, 1, "--epochs", 3, "--telling", "--strategy", strategy)
     last = 4 if strategy == "steps" else 5
     assert f"keepstep: step 5 comes after global_step {last} of the Trainer" in output

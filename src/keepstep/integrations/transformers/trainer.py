@@ -286,11 +286,11 @@ class KeepstepMixin(_Base):
             )
         finally:
             self._part = None
+        self._evaluations.clear()
         self._take()
         if progress.work.ends_epoch or not progress.is_pending:
             self._end_epoch(progress.epoch)
         progress.is_pending, progress.work = False, Work()
-        self._evaluations.clear()
         self._commit()
 
     def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
