@@ -22,7 +22,7 @@ _NUMBERS = ("epoch", "update_step", "is_pending", "is_step_end_due", "is_stopped
 
 
 @dataclasses.dataclass
-class Work:
+class WorkBehindStep:
     """How far the work is that follows a step or ends an epoch: a log, evaluations, a checkpoint.
 
     It is one part, or, where callbacks hear of it, several: the work up to what they hear of, and then the rest.
@@ -69,7 +69,7 @@ class TrainerProgress:
         self.learning_rate: float | None = None
         self.own: Any = None
         self.log = log
-        self.work = Work()
+        self.work = WorkBehindStep()
 
     def state_dict(self) -> dict[str, Any]:
         """The replicated part of the state."""
@@ -97,7 +97,7 @@ class TrainerProgress:
             vars(callback).update(attributes)
         trainer._total_loss_scalar, trainer._globalstep_last_logged = values["loss"], values["logged"]
         vars(self).update(values["progress"])
-        self.work = Work(**values["work"])
+        self.work = WorkBehindStep(**values["work"])
         for name, value in values["further"].items():
             setattr(trainer, name, _as_before(getattr(trainer, name), value))
 

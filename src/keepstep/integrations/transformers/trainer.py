@@ -18,7 +18,7 @@ from keepstep.errors import ConfigurationError, UsageError
 from keepstep.integrations.transformers.attributes import KeptAttributes, hear_of_work, set_by
 from keepstep.integrations.transformers.batches import EpochLoader, StepData
 from keepstep.integrations.transformers.log import MAX_MAIN_BYTES, MAX_OTHER_BYTES, TrainerLog, plain
-from keepstep.integrations.transformers.progress import FURTHER, TrainerProgress, Work
+from keepstep.integrations.transformers.progress import FURTHER, TrainerProgress, WorkBehindStep
 from keepstep.protocol.messages import MAX_AGREED_BYTES
 from keepstep.worker.loop.foreign import ForeignLoop, warn_of_release, warn_of_tensors
 from keepstep.worker.loop.late_rank import have_accelerate_wait
@@ -290,7 +290,7 @@ class KeepstepMixin(_Base):
         self._take()
         if progress.work.ends_epoch or not progress.is_pending:
             self._end_epoch(progress.epoch)
-        progress.is_pending, progress.work = False, Work()
+        progress.is_pending, progress.work = False, WorkBehindStep()
         self._commit()
 
     def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
