@@ -93,14 +93,18 @@ def test_a_drill_of_which_nothing_is_said(tmp_path: Path) -> None:
     assert any("phase=updated,rank=0" in fault["specification"] for fault in result["faults"]), result["faults"]
 
 
-@pytest.mark.parametrize("options", [(), ("--shards",)], ids=["replicas", "shards"])
+@pytest.mark.parametrize(
+    "options",
+    [("--dies",), ("--shards", "--dies"), ("--dies-after",)],
+    ids=["replicas", "shards", "and in the one after it"],
+)
 def test_a_rank_is_lost_in_the_call_that_writes_its_line(tmp_path: Path, options: tuple[str, ...]) -> None:
     """The job does not go on behind the end of the epoch, although the snapshot there is all that a shard needs."""
     wrote = []
-    for dies in ([], ["--dies", tmp_path / "struck"]):
+    for dies in ([], [options[-1], tmp_path / "struck"]):
         folder = tmp_path / f"run-{len(wrote)}"
         folder.mkdir()
-        job = ("--nproc-per-node", 2, "--spares", 1, SCRIPTS / "means.py", *options, *dies)
+        job = ("--nproc-per-node", 2, "--spares", 1, SCRIPTS / "means.py", *options[:-1], *dies)
         code, _, err = run("run", *job, cwd=folder)
         assert code == 0, err
         wrote.append([(folder / f"means-of-{rank}.txt").read_text() for rank in (0, 1)])

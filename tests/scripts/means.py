@@ -22,6 +22,7 @@ parser.add_argument("--one-loop", action="store_true", help="session.batches() i
 parser.add_argument("--by-hand", action="store_true", help="the script itself sets sums to 0 where an epoch begins")
 parser.add_argument("--shards", action="store_true", help="FSDP2, so that the job may have to go back")
 parser.add_argument("--dies", type=Path, help="rank 1 is killed in the call for its second line, and makes this")
+parser.add_argument("--dies-after", type=Path, help="the same in the call after it")
 arguments = parser.parse_args()
 
 
@@ -93,12 +94,17 @@ def tell(epoch: int) -> None:
     session.defer(
         write, f"epoch {epoch}: {total[0] / total[1]} of {total[1]}, norms {norms.total if arguments.by_hand else 0}"
     )
+    session.defer(die, f"epoch {epoch}", arguments.dies_after)
+
+
+def die(line: str, struck: Path | None) -> None:
+    if struck and session.rank == 1 and line.startswith("epoch 1") and not struck.exists():
+        struck.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def write(line: str) -> None:
-    if arguments.dies and session.rank == 1 and line.startswith("epoch 1") and not arguments.dies.exists():
-        arguments.dies.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+    die(line, arguments.dies)
     with Path(f"means-of-{session.rank}.txt").open("a") as file:
         file.write(line + "\n")
 

@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -303,8 +302,8 @@ class StepController:
 
         All ranks repeat it until each has made its calls. They make them when all have come, and not again. So if a
         rank is lost before it is synced, it may not have made its own, and all repeat the boundary. If it was synced it
-        has, and the others make theirs before they are interrupted, as they would finish a backward. Rank 0, which
-        writes the log, also notes on the controller that it has made them, for its replacement.
+        has, and the others make theirs before they are interrupted, as they would finish a backward. A rank notes on
+        the controller each call that it has made, for its replacement.
 
         Args:
             calls: what `take_deferred` has returned.
@@ -316,13 +315,13 @@ class StepController:
         self._coordination.machine.boundary = self._index
         await_all(self._coordination)
         if calls and self._called_in != self._index:
-            name = f"keepstep: calls deferred in step {self._index}"
-            once = Once(name, self._coordination.ask_once, {}) if self.is_main else contextlib.nullcontext(True)
             self._is_calling = True
             try:
-                with once as mine:
-                    for call in calls if mine else ():
-                        call()
+                for number, call in enumerate(calls):
+                    name = f"keepstep: call {number} deferred in step {self._index} by rank {self._machine.rank}"
+                    with Once(name, self._coordination.ask_once, {}) as mine:
+                        if mine:
+                            call()
             finally:
                 self._is_calling = False
         self._called_in = self._index
