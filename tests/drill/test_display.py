@@ -102,6 +102,7 @@ def test_a_drill_without_faults_says_so(capsys: pytest.CaptureFixture[str]) -> N
 
 def fault(rank: int, state_from: str | None, spare: str | None = "warm") -> dict[str, Any]:
     row = {"fault": "kill", "rank": rank, "phase": "backward", "resume_step": 4, "steps_recomputed": 1}
+    row |= {"framework_step": None}
     return row | {"state_from": state_from, "spare": spare} | {f"{part}_ms": 123.4 for part in PARTS}
 
 
@@ -118,6 +119,13 @@ def test_where_a_state_came_from_is_shown_where_it_is_no_replica(capsys: pytest.
 def test_where_all_states_came_from_replicas_the_table_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, faults=[fault(1, "replica"), fault(2, None)])
     assert not [line for line in lines if "state" in line.split("weights")[0]]
+
+
+def test_the_number_of_a_framework_is_beside_that_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, faults=[fault(1, "replica") | {"framework_step": 2}, fault(2, "replica")])
+    rows = [line.split() for line in lines if line.split()[:1] == ["kill"]]
+    assert [row[3:5] for row in rows] == [["4", "(2)"], ["4", "1"]]
+    assert any(line.startswith("In brackets: ") for line in lines)
 
 
 def test_how_warm_spares_were_is_shown_where_they_were_not_warm(capsys: pytest.CaptureFixture[str]) -> None:

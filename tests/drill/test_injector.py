@@ -125,6 +125,8 @@ class Page:
 class Worker:
     """A rank that moves through its steps, with an injector that watches it."""
 
+    framework_step: int | None = None
+
     def __init__(self, run_dir: Path, *faults: DrillFault, rank: int = 0) -> None:
         write_plan(run_dir, list(faults))
         self.page: Any = Page()

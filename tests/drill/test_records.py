@@ -26,6 +26,7 @@ class Worker:
     def __init__(self, worker: int, rank: int, run_dir: Path, step: int = 0) -> None:
         self.machine = WorkerMachine(worker, 4711, rank)
         self.machine.steps.restored(step)
+        self.framework_step: int | None = None
         self.fails = False
         self.state: dict[str, str] = {"model.weight": "a"}
         self.recorder = StateRecorder(self, run_dir)
@@ -72,6 +73,15 @@ def test_a_state_is_recorded_once_at_the_start_of_each_step_and_after_the_last(t
     assert weights(states[1]) == {0: ("a",), 1: ("b",), 2: ("c",)}
     assert [state.at_s for state in states[1].values()] == [0.0, 2.0, 4.0]
     assert [state.between_s for state in states[1].values()] == [0.0, 1.0, 1.0]
+
+
+def test_the_steps_of_a_framework_are_known_by_its_numbers(tmp_path: Path) -> None:
+    worker = Worker(0, 0, tmp_path)
+    worker.step("b")
+    worker.framework_step = 1
+    worker.step("c")
+    states = read_states(tmp_path)[0]
+    assert {step: state.framework_step for step, state in states.items()} == {0: None, 1: 1}
 
 
 def test_the_moments_of_each_step_and_the_time_after_it_are_known(tmp_path: Path) -> None:

@@ -84,12 +84,16 @@ def show(result: dict[str, Any]) -> None:
 
 def _show_faults(console: Console, rows: list[dict[str, Any]]) -> None:
     tells_origin = any(row["state_from"] not in (None, Origin.REPLICA) for row in rows)
+    tells_own = any(row["framework_step"] is not None for row in rows)
     tells_warmth = any(row["spare"] not in (None, Warmth.WARM) for row in rows)
     further = (*(("state",) if tells_origin else ()), *(("spare",) if tells_warmth else ()))
     titles = ["fault", "rank", "phase", "resume", "again", *further, *PARTS]
     lines = []
     for row in rows:
-        cells = [row["fault"], row["rank"], row["phase"], row["resume_step"], row["steps_recomputed"]]
+        resume = row["resume_step"]
+        if resume is not None and row["framework_step"] is not None:
+            resume = f"{resume} ({row['framework_step']})"
+        cells = [row["fault"], row["rank"], row["phase"], resume, row["steps_recomputed"]]
         cells += [row["state_from"] and row["state_from"].removesuffix(" in memory")] if tells_origin else []
         cells += [row["spare"]] if tells_warmth else []
         cells += [None if row[f"{part}_ms"] is None else f"{row[f'{part}_ms']:.1f}" for part in PARTS]
@@ -102,6 +106,8 @@ def _show_faults(console: Console, rows: list[dict[str, Any]]) -> None:
         console.print(_table(titles[:at], [line[:at] for line in lines], ""))
         console.print(_table(titles[:2] + titles[at:], [line[:2] + line[at:] for line in lines]))
     console.print("resume: the step at which training resumed. again: steps recomputed because of the failure.")
+    if tells_own:
+        console.print("In brackets: the last step before that one, as the framework counts.")
     if tells_origin:
         console.print("state: where that of the rank came from. snapshot: of this rank, in the memory of its node.")
     if tells_warmth:

@@ -247,6 +247,9 @@ def _compare(
         elif (came := sum(1 for entry in outside if entry[0] is fault)) < fault.count:
             missed.append(f"{fault} ({came} of {fault.count} happened)")
     rows.sort(key=lambda row: row["at_s"])
+    for row in rows:
+        resumed = second.states.get(0, {}).get(row["resume_step"])
+        row["framework_step"] = resumed.framework_step if resumed is not None else None
     is_equal = is_through(second.report) and first.digest == second.digest and first.replicas_agree
     identical = is_equal and difference is None
     explanation = began_later(first.recorded, second.recorded)

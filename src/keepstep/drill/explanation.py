@@ -253,8 +253,12 @@ def _where(found: Difference, states: States) -> str:
 
 
 def _when(step: int, states: States) -> str:
-    is_last = step == max(_steps_of(states))
-    return f"after the last step ({step - 1})" if is_last and step else f"at the start of step {step}"
+    if step == max(_steps_of(states)) and step:
+        return f"after the last step ({step - 1})"
+    own = next(steps[step].framework_step for steps in states.values() if step in steps)
+    return f"at the start of step {step}" + (
+        f", which comes after the framework's step {own}" if own is not None else ""
+    )
 
 
 def _ranks(ranks: Sequence[int], everyone: Collection[int]) -> str:

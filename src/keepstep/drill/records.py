@@ -45,6 +45,7 @@ class _Line(msgspec.Struct, frozen=True, array_like=True):
     between_s: float
     digests: tuple[str, ...]
     sketches: tuple[tuple[float, float, float] | None, ...]
+    framework_step: int | None
     names: tuple[str, ...] | None
 
 
@@ -64,6 +65,8 @@ class StepState:
     """How long ago that step ended, in seconds."""
     sketches: tuple[tuple[float, float, float] | None, ...] = ()
     """Projection, norm and resolution of each, in the same order; see `keepstep.worker.state.digests.Sketch`."""
+    framework_step: int | None = None
+    """The step before, as the framework counts whose loop runs; None: it is no framework's."""
 
     def differs_by(self, other: StepState, name: str) -> float | None:
         """Returns about by how much a tensor differs, as a multiple of its norm and of its dtype's resolution.
@@ -104,6 +107,7 @@ class StateSource(Protocol):
     """The part of `keepstep.worker.coordination.Coordination` that a recorder needs."""
 
     machine: WorkerMachine
+    framework_step: int | None
     digests: Callable[[], Mapping[str, tuple[str, tuple[float, float, float] | None]]]
     save_state_dicts: Callable[[Path], None]
 
@@ -167,6 +171,7 @@ class StateRecorder:
             between_s,
             tuple(digest for digest, _sketch in digests.values()),
             tuple(sketch for _digest, sketch in digests.values()),
+            self._worker.framework_step,
             None if names == self._names else names,
         )
         self._names = names
@@ -187,7 +192,8 @@ def read_states(run_dir: Path) -> States:
             names = names if line.names is None else line.names
             steps = found.setdefault(line.rank, {})
             if line.step not in steps or steps[line.step].at_s < line.at_s:
-                steps[line.step] = StepState(line.at_s, names, line.digests, line.phases, line.between_s, line.sketches)
+                content = (line.digests, line.phases, line.between_s, line.sketches, line.framework_step)
+                steps[line.step] = StepState(line.at_s, names, *content)
     return dict(sorted(found.items()))
 
 

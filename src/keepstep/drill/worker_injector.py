@@ -37,6 +37,7 @@ class Observed(Protocol):
     """The part of `keepstep.worker.coordination.Coordination` that the injector needs."""
 
     observe: Callable[[str], None]
+    framework_step: int | None
     digests: Callable[[], Mapping[str, tuple[str, tuple[float, float, float] | None]]]
     save_state_dicts: Callable[[Path], None]
     machine: WorkerMachine

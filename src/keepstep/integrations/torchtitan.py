@@ -90,7 +90,7 @@ class TitanMixin(_Base):
         _ = self.session.rank  # torchtitan looks it up in the environment, where a spare has none before
         self.keepstep_options: dict[str, Any] = {}
         self._progress = _Progress(self)
-        self._loop = ForeignLoop(self.session.begin, lambda: f"step {self.step} of torchtitan")
+        self._loop = ForeignLoop(self.session.begin, lambda: self.step, "torchtitan's step")
         self._was_entered = False
         self._update: list[Callable[[], object]] = []
         """Calls that `train_step` has deferred: the optimizer update and the learning rate scheduler's step."""

@@ -95,6 +95,9 @@ class Coordination:
         """Called by any thread that closes the groups after a loss, to end other work that needs all ranks."""
         self.break_wait: Callable[[], None] = lambda: None
         """Called likewise, to end the training thread's wait for a key of the store."""
+        self.framework_step: int | None = None
+        """The last step before the present one, as the framework counts whose loop runs; None: it is no framework's.
+        For drills."""
         self._was_spare = rank is None
         """Whether the environment variables do not contain the rank yet."""
         self.attempting = False

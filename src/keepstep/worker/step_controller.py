@@ -222,6 +222,10 @@ class StepController:
         """
         self._coordination.leaves_between_steps = True
 
+    def take_framework_step(self, number: int) -> None:
+        """Notes the last step before the yielded one, by the number of the framework whose loop it is."""
+        self._coordination.framework_step = number
+
     def take_ahead(self, ahead: Callable[[int], bool]) -> None:
         """Sets the steps from which the loop cannot go back; see `SnapshotSchedule.ahead`."""
         self._recovery.take_ahead(ahead)

@@ -78,7 +78,7 @@ class LightningTraining:
         self._logs, self._written = logs, WrittenCheckpoints()
         self._metrics = metrics_of(self._module)
         """The module's metrics at the beginning of the epoch, or when this process joined it."""
-        self._loop = ForeignLoop(session.begin, lambda: f"global_step {trainer.global_step} of Lightning")
+        self._loop = ForeignLoop(session.begin, lambda: trainer.global_step, "Lightning's global_step")
         self._progress = LightningProgress(trainer)
         self._own: Any = None
         """The rank-local values that this rank sent last (`Session.state`)."""

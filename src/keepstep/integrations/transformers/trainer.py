@@ -79,7 +79,7 @@ class KeepstepMixin(_Base):
         """Whether this process has not itself completed the unit before the current one."""
         self._is_in_epoch = False
         """Whether this process has joined in the middle of an epoch of which its callbacks have not heard yet."""
-        self._loop = ForeignLoop(session.begin, lambda: f"global_step {self.state.global_step} of the Trainer")
+        self._loop = ForeignLoop(session.begin, lambda: self.state.global_step, "the Trainer's global_step")
         self._data: StepData | None = None
         self._epoch_arguments: dict[str, Any] = {}
         self._told_later: Callable[[], Any] | None = None

@@ -24,13 +24,15 @@ from keepstep.worker.step_controller import StepController
 class ForeignLoop:
     """One rank's units. All methods are called by the training thread."""
 
-    def __init__(self, begin: Callable[[], StepController], place: Callable[[], str]) -> None:
+    def __init__(self, begin: Callable[[], StepController], number: Callable[[], int], name: str) -> None:
         """Args:
         begin: `Session.begin`.
-        place: returns the framework's own name of the last step in the protected state, such as "global_step 4".
+        number: returns the framework's own number of the last step in the protected state.
+        name: what the framework calls this number.
         """
         self._begin = begin
-        self._place = place
+        self._number = number
+        self._name = name
         self._has_resumed = False
         """Whether a unit was handed out for the first time after a recovery, and the user has not been told."""
         self._controller: StepController | None = None
@@ -51,7 +53,7 @@ class ForeignLoop:
         On return the protected state contains the position at which the framework must enter its loop.
         """
         self._controller = self._begin()
-        self._controller.leave_between_steps()
+        self._controller.leave_between_steps()  # an evaluation, for example
         self.go_back()
 
     def begin(self, draws_as: int) -> None:
@@ -87,7 +89,7 @@ class ForeignLoop:
         """
         self._hand_out(sys.maxsize)
         if self._has_resumed and self.controller.is_main:
-            print(f"keepstep: step {self.index} comes after {self._place()}", file=sys.stderr, flush=True)
+            print(f"keepstep: step {self.index} comes after {self._name} {self._number()}", file=sys.stderr, flush=True)
         self._has_resumed = False
 
     def is_interruption(self, error: BaseException) -> bool:
@@ -140,6 +142,7 @@ class ForeignLoop:
             raise SystemExit(0)
         self.index = index
         self._has_resumed |= self.controller.resumed
+        self.controller.take_framework_step(self._number())
 
 
 def numbered(name: str, things: list[Any]) -> dict[str, Any]:
