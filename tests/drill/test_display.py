@@ -102,7 +102,7 @@ def test_a_drill_without_faults_says_so(capsys: pytest.CaptureFixture[str]) -> N
 
 def fault(rank: int, state_from: str | None, spare: str | None = "warm") -> dict[str, Any]:
     row = {"fault": "kill", "rank": rank, "phase": "backward", "resume_step": 4, "steps_recomputed": 1}
-    row |= {"framework_step": None}
+    row["framework_step"] = None
     return row | {"state_from": state_from, "spare": spare} | {f"{part}_ms": 123.4 for part in PARTS}
 
 

@@ -124,7 +124,7 @@ class Counts(TrainerCallback):
 
 
 class Tells(TrainerCallback):
-    """Writes each rank's lines, and lets the learning rate depend on what it has heard."""
+    """Writes each rank's lines, and changes the weight decay with what it has heard."""
 
     def __init__(self):
         self.worst = 0.0

@@ -98,10 +98,8 @@ class StepController:
         self._index: int | None = None
         """The step that was yielded last and has not ended."""
         self._deferred: list[Callable[[], object]] = []
-        self._called_in: int | None = None
-        """The last boundary of an epoch at which this rank made such calls."""
         self._is_calling = False
-        """Whether it makes them there. Nothing interrupts it: the boundary may be repeated, and they are not."""
+        """Whether the rank makes them at the boundary of an epoch. Nothing interrupts it: they are not repeated."""
         self._is_inside = False
         """Whether the step has begun, and is neither committed nor undone."""
         self._was_begun = self._has_backward = False
@@ -307,7 +305,7 @@ class StepController:
         All ranks repeat it until each has made its calls. They make them when all have come, and not again. So if a
         rank is lost before it is synced, it may not have made its own, and all repeat the boundary. If it was synced it
         has, and the others make theirs before they are interrupted, as they would finish a backward. A rank notes on
-        the controller each call that it has made, for its replacement.
+        the controller each call that it has made, for itself and for its replacement.
 
         Args:
             calls: what `take_deferred` has returned.
@@ -318,17 +316,15 @@ class StepController:
         self._undoing.before_barrier()
         self._coordination.machine.boundary = self._index
         await_all(self._coordination)
-        if calls and self._called_in != self._index:
-            self._is_calling = True
-            try:
-                for number, call in enumerate(calls):
-                    name = f"keepstep: call {number} deferred in step {self._index} by rank {self._machine.rank}"
-                    with Once(name, self._coordination.ask_once, {}) as mine:
-                        if mine:
-                            call()
-            finally:
-                self._is_calling = False
-        self._called_in = self._index
+        self._is_calling = True
+        try:
+            for number, call in enumerate(calls):
+                name = f"keepstep: call {number} deferred in step {self._index} by rank {self._machine.rank}"
+                with Once(name, self._coordination.ask_once, {}) as mine:
+                    if mine:
+                        call()
+        finally:
+            self._is_calling = False
         self._pass_barrier(Purpose.END)  # with the snapshot of what follows the calls: it stands for them
         self.commit()
 
