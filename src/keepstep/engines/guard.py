@@ -1,0 +1,143 @@
+"""The process that ends what a dead driver of servers has left open. It outlives the driver for a few seconds.
+
+A driver that dies in the middle of a change would leave its server paused, or in a session, for ever. The driver says
+at which servers it has a change under way; the guard learns of its death from the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from keepstep.engines.server import RELEASE_S, Server
+from keepstep.engines.vllm import VLLMServer
+from keepstep.errors import KeepstepError
+from keepstep.programs import leave_signals_to_parent, own_command
+
+SERVERS: dict[str, type[Server]] = {each.kind: each for each in (VLLMServer,)}
+LOOK_MS = 1000
+"""How often to look whether the driver lives, if the kernel does not report it."""
+AGAIN_S = 1.0
+"""After this time the guard looks once more: a request of the driver may have come to the server after its death."""
+
+
+class Guard:
+    """The driver's end of the pipe to its guard."""
+
+    def __init__(self, servers: Sequence[Server], locks: Sequence[int]) -> None:
+        """Starts the guard.
+
+        Args:
+            servers: all servers that the driver may change.
+            locks: descriptors of their locks, which the guard keeps until it ends.
+        """
+        self._urls = [server.url for server in servers]
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            own_command("keepstep.engines.guard", str(os.getpid())),
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, pass_fds=locks,
+        )  # fmt: skip
+        self._tell([server.described() for server in servers])
+
+    @contextlib.contextmanager
+    def watching(self, server: Server) -> Iterator[None]:
+        """Has the guard end what is open at this server, should this process die inside of the block."""
+        number = self._urls.index(server.url)
+        self._tell([number, True])
+        try:
+            yield
+        finally:
+            self._tell([number, False])
+
+    def _tell(self, content: object) -> None:
+        assert self._process.stdin is not None
+        with self._lock, contextlib.suppress(OSError):  # somebody has killed the guard
+            self._process.stdin.write(json.dumps(content).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Ends the guard."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def main(driver: int) -> None:
+    """Watches a driver, and ends what it leaves open.
+
+    Args:
+        driver: its process id.
+    """
+    leave_signals_to_parent()
+    servers: list[Server] = []
+    is_open: set[int] = set()
+    for line in _lines(driver):
+        content: Any = json.loads(line)
+        if isinstance(content[0], dict):
+            servers = [SERVERS[each["kind"]](each["url"], api_key=each["api_key"]) for each in content]
+        else:
+            number, opens = content
+            is_open = is_open | {number} if opens else is_open - {number}
+    threads = [threading.Thread(target=end, args=(servers[number],)) for number in is_open]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def end(server: Server) -> None:
+    """Ends what is open at one server, and looks again."""
+    until_s = time.monotonic() + RELEASE_S
+    for _ in range(2):
+        while True:
+            try:
+                server.end()
+                break
+            except KeepstepError as error:
+                if time.monotonic() > until_s:
+                    print(f"keepstep: {server} was left in a change by a process that has died: {error}", file=sys.stderr)
+                    return
+            server.stop.wait(0.2)
+        server.stop.wait(AGAIN_S)
+
+
+def _lines(driver: int) -> Iterator[bytes]:
+    """Yields what the driver says, until it closes the pipe or dies."""
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    with contextlib.suppress(OSError):  # it is dead; or the system lacks the call, and the closed pipe has to tell it
+        poll.register(os.pidfd_open(driver), select.POLLIN)
+    unread = b""
+    while True:
+        ready = {descriptor for descriptor, _events in poll.poll(LOOK_MS)}
+        if 0 in ready:
+            data = os.read(0, 1 << 16)
+            if not data:
+                return
+            *lines, unread = (unread + data).split(b"\n")
+            yield from lines
+        elif ready or os.getppid() != driver:
+            return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
