@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -20,11 +19,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from keepstep.engines.server import RELEASE_S, Server
+from keepstep.engines.sglang import SGLangServer
 from keepstep.engines.vllm import VLLMServer
 from keepstep.errors import KeepstepError
 from keepstep.programs import leave_signals_to_parent, own_command
 
-SERVERS: dict[str, type[Server]] = {each.kind: each for each in (VLLMServer,)}
+SERVERS: dict[str, type[Server]] = {each.kind: each for each in (VLLMServer, SGLangServer)}
 LOOK_MS = 1000
 """How often to look whether the driver lives, if the kernel does not report it."""
 AGAIN_S = 1.0
@@ -114,7 +114,9 @@ def end(server: Server) -> None:
                 break
             except KeepstepError as error:
                 if time.monotonic() > until_s:
-                    print(f"keepstep: {server} was left in a change by a process that has died: {error}", file=sys.stderr)
+                    print(
+                        f"keepstep: {server} was left in a change by a process that has died: {error}", file=sys.stderr
+                    )
                     return
             server.stop.wait(0.2)
         server.stop.wait(AGAIN_S)

@@ -28,7 +28,9 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         parts = [part for part in name.split(".") if part not in WRAPPERS]
         if FLAT in parts:
-            raise ConfigurationError(f"'{name}' is a flat parameter of FSDP: wrap with use_orig_params=True, or use FSDP2")
+            raise ConfigurationError(
+                f"'{name}' is a flat parameter of FSDP: wrap with use_orig_params=True, or use FSDP2"
+            )
         if any(part.startswith(ADAPTER) for part in parts):
             raise ConfigurationError(
                 f"'{name}' belongs to an adapter of PEFT: an engine loads weights of the whole model; publish those of a "

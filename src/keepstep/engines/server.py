@@ -189,4 +189,3 @@ def _reason(body: bytes) -> str:
         if isinstance(found, dict) and key in found:
             found = found[key]
     return str(found)[:MAX_REASON]
-

@@ -10,7 +10,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -208,7 +208,7 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def _locked(server: Server):
+def _locked(server: Server) -> Iterator[int]:
     """Keeps other processes of this user on this machine from driving a server. Yields the lock's descriptor.
 
     The guard inherits it: so the next driver waits until the guard of a dead one has ended what that had left open.

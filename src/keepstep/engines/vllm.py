@@ -59,13 +59,20 @@ class VLLMServer(Server):
 
     def prepare(self, version: Version) -> None:
         self._attached = None
-        self.end()
+        self._release()
         tensors = [[name, dtype, [*shape]] for name, dtype, shape in version.tensors]
         content = {"folder": version.folder, "tensors": tensors, "part": self._is_part}
         self.initialize(content)
         self._attached = version
 
     def end(self) -> None:
+        torn = self._release()
+        if torn is not None:
+            raise torn
+
+    def _release(self) -> LoadError | None:
+        """Ends an open session. Requests go on, unless the model holds parts of a version: then it says so."""
+
         def begin() -> None:
             try:
                 self.start_weight_update()
@@ -77,10 +84,13 @@ class VLLMServer(Server):
         self.repeat(begin, RELEASE_S)
         try:
             self.update_weights({})
+        except LoadError as error:
+            return error
         finally:
             self._close()
         self.discard_caches()
         self.repeat(self.resume, self.answer_s)
+        return None
 
     def change(self, newest: Callable[[], Version]) -> int:
         version = newest()

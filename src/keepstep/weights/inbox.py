@@ -25,9 +25,21 @@ class VersionInbox:
     """
 
     def __init__(
-        self, folder: str | Path, *, device: int = 0, name: str | None = None, deadline_s: float = DEFAULT_DEADLINE_S
+        self,
+        folder: str | Path,
+        *,
+        device: int | None = None,
+        name: str | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        keeps_values: bool = True,
     ) -> None:
-        """Starts a thread that receives versions until `close`. Arguments as for `keepstep.Subscriber`."""
+        """Starts a thread that receives versions until `close`.
+
+        Args:
+            folder, device, name, deadline_s: as for `keepstep.Subscriber`.
+            keeps_values: otherwise the tensors have dtypes and shapes only (device ``meta``), and take no memory.
+        """
+        self._keeps_values = keeps_values
         self._coming: dict[str, torch.Tensor] = {}
         self._whole: tuple[int, dict[str, torch.Tensor]] | None = None
         self._changed = threading.Condition()
@@ -72,7 +84,7 @@ class VersionInbox:
         self.close()
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
-        self._coming[name] = tensor.to("cpu", copy=True)
+        self._coming[name] = tensor.to("cpu", copy=True) if self._keeps_values else tensor.to("meta")
 
     def _attend(self) -> None:
         while not self._is_over.is_set():

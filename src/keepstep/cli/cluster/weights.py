@@ -1,4 +1,4 @@
-"""``keepstep weights``: sends the weights published on one node to consumers on others."""
+"""``keepstep weights``: sends published weights to consumers on other nodes, and has inference servers load them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep.cli.cluster.weights_metrics import metrics_in, metrics_text
+from keepstep.engines.server import Running, Server
+from keepstep.engines.sglang import SGLangServer
+from keepstep.engines.vllm import VLLMServer
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.cluster.flags import add_secret_flag, endpoint_of
 from keepstep.launcher.cluster.trust import HOW_TO_SHARE, believing, secret_of
@@ -31,27 +34,30 @@ LOOK_S = 0.5
 
 
 def main(arguments: list[str]) -> int:
-    """Runs ``keepstep weights serve`` or ``receive`` until a signal or an error, and returns the exit code."""
+    """Runs ``keepstep weights serve``, ``receive`` or ``load`` until a signal or an error. Returns the exit code."""
     parser, _commands = _parsers()
     chosen = parser.parse_args(arguments)
     if getattr(chosen, "parent", None) is not None:
         end_with_parent(chosen.parent, END_AT_ONCE)
         leave_signals_to_parent()
-    if chosen.metrics is not None:
+    if chosen.command != "load" and chosen.metrics is not None:
         check_target("--metrics", Path(chosen.metrics))
     stop = threading.Event()
     ends = [number for number, disposition in dispositions(Program.VIEW).items() if disposition is Disposition.END]
     for number in (*ends, END_AT_ONCE):
         signal.signal(number, lambda _number, _frame: stop.set())
     check_system()
+    if chosen.command == "load":
+        return _load(chosen, stop)
     secret = secret_of(chosen)
     return _serve(chosen, secret, stop) if chosen.command == "serve" else _receive(chosen, secret, stop)
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, ...]]:
-    """Returns the parser of the command, and those of ``serve`` and ``receive``."""
+    """Returns the parser of the command, and those of its own commands."""
     parser = argparse.ArgumentParser(
-        prog="keepstep weights", description="Brings published weights to consumers on other nodes."
+        prog="keepstep weights",
+        description="Brings published weights to consumers on other nodes, and into inference servers.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     serve = commands.add_parser("serve", help="on the publishers' node: accept connections of other nodes")
@@ -80,6 +86,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
         "--keep", action="store_true", help="keep the last version in memory, for consumers that attach later"
     )
     receive.add_argument("--token-file", help="this node's token, as 'keepstep token --receiver' prints it")
+    load = _add_load(commands)
     serve.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     for each in (serve, receive):
         add_secret_flag(each)
@@ -102,7 +109,38 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
             "--deadline", type=float, default=DEFAULT_DEADLINE_S, metavar="SECONDS",
             help="the publishers' folder (default: %(default)s)",
         )  # fmt: skip
-    return parser, (serve, receive)
+    return parser, (serve, receive, load)
+
+
+def _add_load(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    load = commands.add_parser("load", help="on a node with inference servers: have them load each version")
+    load.add_argument("folder", help="the publishers' folder, or that of 'receive'")
+    for kind, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        load.add_argument(
+            f"--{kind}", action="append", default=[], metavar="URL", help=f"a {name} server; may be repeated"
+        )
+    load.add_argument(
+        "--running", type=Running, choices=list(Running), default=Running.DRAIN,
+        help="what becomes of running requests when a version comes: they are completed first, or go on with the new "
+        "weights (default: %(default)s)",
+    )  # fmt: skip
+    load.add_argument(
+        "--part", action="store_true",
+        help="vLLM: the published tensors are a part of the model; layers that get no weights keep theirs",
+    )  # fmt: skip
+    load.add_argument("--api-key-file", metavar="FILE", help="a file with the servers' API key")
+    load.add_argument("--admin-key-file", metavar="FILE", help="a file with SGLang's --admin-api-key")
+    load.add_argument(
+        "--memory",
+        default="/dev/shm",
+        metavar="FOLDER",
+        help="where versions for SGLang are written (default: %(default)s)",
+    )
+    load.add_argument(
+        "--deadline", type=float, default=DEFAULT_DEADLINE_S, metavar="SECONDS",
+        help="time without progress after which a version fails (default: %(default)s)",
+    )  # fmt: skip
+    return load
 
 
 def _wait(stop: threading.Event, is_over: Callable[[], bool] = lambda: False) -> None:
@@ -116,6 +154,21 @@ def _wait(stop: threading.Event, is_over: Callable[[], bool] = lambda: False) ->
 
 def _note(text: str) -> None:
     print(f"keepstep weights: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def _load(chosen: argparse.Namespace, stop: threading.Event) -> int:
+    from keepstep.engines.load import load_versions
+
+    keys = [
+        None if path is None else read_private(Path(path), flag).strip()
+        for path, flag in ((chosen.api_key_file, "--api-key-file"), (chosen.admin_key_file, "--admin-key-file"))
+    ]
+    servers: list[Server] = [
+        VLLMServer(url, running=chosen.running, api_key=keys[0], is_part=chosen.part) for url in chosen.vllm
+    ]
+    servers += [SGLangServer(url, running=chosen.running, api_key=keys[0], admin_key=keys[1]) for url in chosen.sglang]
+    load_versions(chosen.folder, servers, stop, memory=chosen.memory, deadline_s=chosen.deadline, note=_note)
+    return 0
 
 
 def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Event) -> int:

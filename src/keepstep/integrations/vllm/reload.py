@@ -7,7 +7,6 @@ too, with the tensors of the layer that it shares the weight with.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator
@@ -204,7 +203,9 @@ class _Rehearsal:
         """
         for name, layer in self._model.named_modules():
             info = layerwise.get_layerwise_info(layer)
-            if not info.load_numel or hasattr(layer, "num_embeddings_padded"):  # a padded vocabulary is not loaded whole
+            if not info.load_numel or hasattr(
+                layer, "num_embeddings_padded"
+            ):  # a padded vocabulary is not loaded whole
                 continue
             given = {parameter for parameter, _arguments in info.loaded_weights}
             missing = [f"{name}.{each}" for each in _parameters_of(layer) if each not in given]

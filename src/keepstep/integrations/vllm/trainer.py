@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from vllm.distributed.weight_transfer.base import (
@@ -108,7 +108,9 @@ class KeepstepTrainerEngine(TrainerWeightTransferEngine[KeepstepTrainerInfo]):
         info, client = self._info, self.client
         if isinstance(client, HTTPVLLMWeightSyncClient):
             urls = dict.fromkeys([client.base_url, *info.servers])
-            servers = [VLLMServer(url, running=info.running, is_part=info.part, answer_s=client.timeout) for url in urls]
+            servers = [
+                VLLMServer(url, running=info.running, is_part=info.part, answer_s=client.timeout) for url in urls
+            ]
             self.updates = ServerUpdates(servers)
             try:
                 self.updates.prepare(self._form)

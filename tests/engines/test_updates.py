@@ -1,0 +1,187 @@
+"""Changes of servers' weights: their order, failures on either side, and what a dead driver leaves behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.engines.stand_ins import StandIn
+from tests.worker.ranks import DEADLINE_S
+
+from keepstep.engines.server import Running, Version
+from keepstep.engines.updates import ServerUpdates
+from keepstep.engines.vllm import VLLMServer
+from keepstep.errors import ConfigurationError, LoadError, SubscriberLost
+
+
+def version(number: int) -> Version:
+    return Version(number, "w", (("weight", "float32", (2, 2)),))
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    made = StandIn()
+    made.has = {1, 2, 3}
+    yield made
+    made.close()
+
+
+def wait_until(is_so: object, what: str) -> None:
+    until_s = time.monotonic() + DEADLINE_S
+    while not is_so():  # type: ignore[operator]  # a function of the test
+        assert time.monotonic() < until_s, what
+        threading.Event().wait(0.01)
+
+
+@pytest.mark.parametrize(("running", "mode"), [(Running.DRAIN, "wait"), (Running.IN_FLIGHT, "keep")])
+def test_nothing_computed_before_a_change_is_used_after_it(server: StandIn, running: Running, mode: str) -> None:
+    """Whatever becomes of running requests. And no request begins between the load and the reset of the caches."""
+    with ServerUpdates([VLLMServer(server.url, running=running)]) as updates:
+        for number in (1, 2):
+            server.answer()
+            server.calls.clear()
+            updates.bring(version(number))
+            assert server.answer() == (number, number)
+        changing = server.calls[server.calls.index(f"pause?mode={mode}") + 1 :]
+        assert changing[:2] == ["update_weights", "finish_weight_update"], "the workers agree while no request runs"
+        resets = {each.partition("?")[0] for each in changing[2:5]}
+        assert resets == {"reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache"}
+        assert changing[5] == "resume"
+        assert updates.versions[server.url][0] == 2
+        assert server.label == "2"
+
+
+def test_a_cache_that_cannot_be_reset_yet_holds_requests_back(server: StandIn) -> None:
+    with ServerUpdates([VLLMServer(server.url)]) as updates:
+        updates.bring(version(1))
+        server.answer()
+        server.unflushed = 3
+        updates.bring(version(2))
+        assert server.answer() == (2, 2)
+
+
+def test_the_engines_own_text_is_in_the_error(server: StandIn) -> None:
+    server.refuses["/init_weight_transfer_engine"] = "the model cannot load 'head.weight'"
+    with ServerUpdates([VLLMServer(server.url)]) as updates:
+        with pytest.raises(LoadError, match=r"/init_weight_transfer_engine with 500: .*cannot load 'head\.weight'"):
+            updates.prepare(version(0))
+        with pytest.raises(LoadError, match=r"cannot load 'head\.weight'"):
+            updates.bring(version(1))
+    assert not server.is_paused
+    assert server.session is None
+
+
+PHASES = [
+    ("start_weight_update", "after", 1),
+    ("update_weights", "after", 1),
+    ("pause", "before", 1),
+    ("pause", "after", 1),
+    ("finish_weight_update", "before", 2),
+    ("finish_weight_update", "after", 2),
+    ("discard_caches", "before", 2),
+    ("resume", "before", 2),
+]
+
+
+@pytest.mark.parametrize(("method", "when", "expected"), PHASES)
+def test_a_driver_that_is_killed_leaves_a_server_that_answers(
+    server: StandIn, method: str, when: str, expected: int
+) -> None:
+    """With one whole version, and no session that would refuse the next driver. A selected version is loaded."""
+    server.answer()
+    command = [sys.executable, Path(__file__).with_name("dying.py"), server.url, method, when]
+    driver = subprocess.run(command, check=False, timeout=DEADLINE_S)
+    assert driver.returncode == -signal.SIGKILL
+    wait_until(lambda: "resume" in server.calls[-3:] and server.session is None, f"the guard: {server.calls}")
+    assert server.answer() == (expected, expected)
+    with ServerUpdates([VLLMServer(server.url)]) as updates:
+        updates.bring(version(3))
+    assert server.answer() == (3, 3)
+
+
+def test_a_new_driver_ends_what_an_earlier_one_has_left_open(server: StandIn) -> None:
+    """One that died together with its guard, as when a node loses its power."""
+    server.is_paused, server.session = True, 0
+    with ServerUpdates([VLLMServer(server.url)]) as updates:
+        updates.prepare(version(0))
+        assert (server.is_paused, server.session) == (False, None)
+        updates.bring(version(1))
+    assert server.answer() == (1, 1)
+
+
+def test_a_server_that_holds_parts_of_a_version_stays_out_of_service_until_a_whole_one_comes(server: StandIn) -> None:
+    with ServerUpdates([VLLMServer(server.url)]) as updates:
+        updates.bring(version(1))
+        server.refuses_once["/finish_weight_update"] = "out of memory"
+        server.is_torn = True
+        with pytest.raises(LoadError, match=r"out of memory.*; then: .*holds parts of a version"):
+            updates.bring(version(2))
+        assert server.is_paused
+        updates.bring(version(3))
+        assert server.answer() == (3, 3)
+
+
+def test_a_server_that_is_gone_fails_alone_and_comes_back_with_the_newest_version(server: StandIn) -> None:
+    other = StandIn()
+    other.has = {1, 2, 3}
+    with ServerUpdates([VLLMServer(server.url), VLLMServer(other.url)]) as updates:
+        updates.bring(version(1))
+        other.close()
+        updates.bring(version(2))
+        assert server.answer() == (2, 2)
+        wait_until(lambda: set(updates.failures) == {other.url}, "the gone one is named")
+        assert isinstance(updates.failures[other.url], SubscriberLost)
+        again = StandIn(other.server_port)
+        again.has = {2}
+        wait_until(lambda: not updates.failures, "it has come back")
+        assert again.answer() == (2, 2)
+        assert "resume" not in server.calls[server.calls.index("resume") + 3 :] or server.answer() == (2, 2)
+    again.close()
+
+
+def test_a_server_that_is_restarted_between_versions_gets_the_newest_one(server: StandIn) -> None:
+    with ServerUpdates([VLLMServer(server.url)]) as updates:
+        updates.bring(version(2))
+        server.label, server.is_initialized, server.weights = "default", False, 0
+        wait_until(lambda: server.weights == 2, "it has the version again")
+
+
+def test_a_slow_server_holds_up_no_other_one(server: StandIn) -> None:
+    slow = StandIn()
+    slow.has = {1, 2}
+    with ServerUpdates([VLLMServer(server.url), VLLMServer(slow.url)]) as updates:
+        slow.waits["/pause"] = threading.Event()
+        updates.offer(version(1))
+        wait_until(lambda: server.weights == 1, "the other one has it")
+        updates.offer(version(2))
+        wait_until(lambda: server.weights == 2, "the other one has the next")
+        assert updates.in_use() == {1, 2} or updates.in_use() == {2}
+        slow.waits.pop("/pause").set()
+        wait_until(lambda: slow.weights == 2, "it goes to the newest one")
+    slow.close()
+
+
+def test_only_one_process_drives_a_server(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepstep.engines.updates.LOCK_S", 0.1)
+    with ServerUpdates([VLLMServer(server.url)]):
+        with pytest.raises(ConfigurationError, match=r"another process on this machine drives vllm at http"):
+            ServerUpdates([VLLMServer(server.url)])
+    ServerUpdates([VLLMServer(server.url)]).close()
+
+
+@pytest.mark.parametrize("urls", [[], ["http://a:1", "http://a:1/"]])
+def test_servers_that_cannot_be(urls: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="name one or more, each once"):
+        ServerUpdates([VLLMServer(url) for url in urls])
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/passwd", "http://"])
+def test_what_is_no_url(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="is no URL of a server"):
+        VLLMServer(url)
