@@ -57,6 +57,10 @@ def load_versions(
         tempfile.TemporaryDirectory(prefix="keepstep-versions-", dir=memory if writes else None) as parent,
     ):
         while not stop.is_set():
+            used = [each.path for each in updates.in_use()]
+            for path in Path(parent).iterdir():
+                if path not in used:
+                    shutil.rmtree(path)
             try:
                 number, tensors = inbox.take(LOOK_S)
             except KeepstepError:  # none has come
@@ -65,14 +69,11 @@ def load_versions(
                 (name, str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in tensors.items()
             )
             try:
-                path = _write(Path(parent) / str(number), tensors) if writes else None
+                new = _write(Path(parent) / str(number), tensors) if writes else None
             except ConfigurationError as error:
                 note(f"version {number}: {error}")
                 continue
-            updates.offer(Version(number, str(folder), form, path))
-            for each in Path(parent).iterdir():
-                if each.is_dir() and int(each.name.partition("-")[0]) not in updates.in_use():
-                    shutil.rmtree(each)
+            updates.offer(Version(number, str(folder), form, new))
 
 
 def _write(path: Path, tensors: dict[str, Any]) -> Path:

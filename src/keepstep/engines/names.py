@@ -33,7 +33,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
             )
         if any(part.startswith(ADAPTER) for part in parts):
             raise ConfigurationError(
-                f"'{name}' belongs to an adapter of PEFT: an engine loads weights of the whole model; publish those of a "
+                f"'{name}' belongs to an adapter of PEFT, and an engine loads weights of the model itself: publish a "
                 "merged one (merge_and_unload)"
             )
         found[name] = ".".join(part for part in parts if part != "base_layer")

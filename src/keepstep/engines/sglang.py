@@ -8,16 +8,16 @@ if nothing was running. Facts of SGLang 0.5.23, from its source and from experim
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from keepstep.engines.names import plain_names
-from keepstep.engines.server import ANSWER_S, SHORT_S, Running, Server, Version
+from keepstep.engines.server import ANSWER_S, RELEASE_S, SHORT_S, Running, Server, Version
 from keepstep.errors import ConfigurationError, KeepstepError, LoadError
 
 NUM_CALLS = 8
@@ -56,6 +56,8 @@ class SGLangServer(Server):
         self._admin_key = admin_key
         self._prepared: Version | None = None
         """The version with the tensors that the server is known to load."""
+        self._is_stale = False
+        """Whether the server's cache may be of other weights than it has."""
 
     def described(self) -> dict[str, str | None]:
         return {**super().described(), "api_key": self._admin_key or self.api_key}
@@ -74,10 +76,13 @@ class SGLangServer(Server):
         self._prepared = version
 
     def end(self) -> None:
+        self.post("pause_generation", {"mode": "retract"})  # running requests are computed again, from their tokens
         try:
-            self.post("flush_cache")  # is answered after a load that is under way
+            self.repeat(lambda: self.post("flush_cache"), RELEASE_S)  # is answered after a load that is under way
         except LoadError:
-            pass  # requests run: then no change is open, or it has not begun
+            if self._is_stale:
+                raise
+        self._is_stale = False
         self._go_on()
 
     def change(self, newest: Callable[[], Version]) -> int:
@@ -119,7 +124,7 @@ class SGLangServer(Server):
 
             self.repeat(stop, self.answer_s)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _closed_door(self) -> Iterator[Callable[[], None]]:
         """Lets no new request begin. Yields a function that waits until no request runs."""
         answered, is_over = threading.Condition(), threading.Event()
@@ -172,8 +177,10 @@ class SGLangServer(Server):
         except LoadError as error:
             if NOT_FLUSHED not in str(error):
                 raise
+            self._is_stale = True
             self.repeat(lambda: self.post("flush_cache"), self.answer_s)  # it is loaded, and nothing runs
             label = {"new_version": str(version.number), "abort_all_requests": False}
+            self._is_stale = False
             self.post("update_weight_version", label)
 
     def _go_on(self) -> None:

@@ -61,11 +61,10 @@ class ServerUpdates:
         with self._changed:
             return {d.server.url: d.error for d in self._drivers if d.error is not None}
 
-    def in_use(self) -> set[int]:
-        """Returns the numbers of versions that a server may still read, and of the newest one."""
+    def in_use(self) -> list[Version]:
+        """Returns the versions that a server may still read, and the newest one."""
         with self._changed:
-            numbers = {d.loading for d in self._drivers if d.loading is not None}
-            return numbers | (set() if self._newest is None else {self._newest.number})
+            return [each for each in (self._newest, *(d.loading for d in self._drivers)) if each is not None]
 
     def prepare(self, form: Version) -> None:
         """Prepares all servers for versions such as this one, in the calling thread, before the first `offer`.
@@ -140,7 +139,8 @@ class _Driver:
         """Whether there is a version that the server has neither got nor failed with."""
         self.version: int | None = None
         self.since_s = 0.0
-        self.loading: int | None = None
+        self.loading: Version | None = None
+        """The last version that this thread has begun to load."""
         self.error: KeepstepError | None = None
         self._pause_s = LOOK_S
         self._updates, self._guard, self._note = updates, guard, note
@@ -179,7 +179,7 @@ class _Driver:
         with self._updates._changed:
             newest = self._updates._newest
             assert newest is not None
-            self.loading = newest.number
+            self.loading = newest
             return newest
 
     def _change(self) -> None:

@@ -168,8 +168,8 @@ class _Rehearsal:
                 is_own = isinstance(each, torch.Tensor) and not each.is_meta
                 if is_own and each.untyped_storage().data_ptr() not in storages:
                     raise ConfigurationError(
-                        f"the model computes '{name}' of a {type(layer).__name__} from published tensors, and shares it: "
-                        "this is not supported"
+                        f"'{name}' of a {type(layer).__name__} is shared, and computed from published tensors: this is "
+                        "not supported"
                     )
         return found
 
