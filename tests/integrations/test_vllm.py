@@ -6,12 +6,14 @@ model runner do not run here: the worker under test is vLLM's class without the 
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -25,11 +27,13 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.v1.worker.gpu_worker import Worker
 
-from keepstep.errors import KeepstepError, LoadError, WeightsNotReady
+from keepstep.errors import ConfigurationError, LoadError
 from keepstep.integrations.vllm import BACKEND, KeepstepTrainerInfo
+from keepstep.integrations.vllm.reload import ModelReload
 from keepstep.weights.publisher import Publisher
 
 SHAPES = {"qkv.weight": (12, 4), "qkv.bias": (12,), "out.weight": (4, 4), "out.bias": (4,)}
@@ -111,7 +115,7 @@ class Setting:
         self.client = Client(*map(EngineWorker, self.models))
         self.publisher = Publisher(folder, self.trained, copies=True, deadline_s=PATIENCE_S)
         self.trainer = WeightTransferTrainerFactory.trainer_init(
-            KeepstepTrainerInfo(self.publisher, str(folder), rank=0),
+            KeepstepTrainerInfo(self.publisher, str(folder), contextlib.nullcontext, rank=0),
             client=self.client,
             source=ModuleSource(self.trained),
         )
@@ -171,20 +175,24 @@ def test_each_session_brings_every_worker_to_the_next_version(setting: Setting) 
         assert [each.data_ptr() for each in before] == [each.data_ptr() for each in after]
 
 
-def test_a_worker_that_does_not_get_the_version_leaves_all_at_the_old_one(setting: Setting) -> None:
+def test_a_worker_that_does_not_get_the_version_leaves_all_at_the_old_one(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of two has it, the other has not: neither loads it, and the next session works."""
+    monkeypatch.setattr("keepstep.engines.vllm.RECEIVE_S", PATIENCE_S)
     old = setting.train()
     setting.trainer.send_weights()
     lost = setting.client.workers[1].weight_transfer_engine
     setting.train()
-    setting.client.before["start_weight_update"] = lost._subscriber.close
-    with pytest.raises(WeightsNotReady, match="version 2 did not come"):
+    lost._subscriber.close()
+    with pytest.raises(LoadError, match="version 2 did not come"):
         setting.trainer.send_weights()
     assert all(same(weights_of(model), old) for model in setting.models)
     assert setting.client.version == "1"
     assert not any(worker._weight_update_active for worker in setting.client.workers)
 
-    again = KeepstepTrainerInfo(setting.publisher, str(setting.publisher._settings.folder), rank=0)
+    folder = str(setting.publisher._settings.folder)
+    again = KeepstepTrainerInfo(setting.publisher, folder, contextlib.nullcontext, rank=0)
     trainer = WeightTransferTrainerFactory.trainer_init(
         again, client=setting.client, source=ModuleSource(setting.trained)
     )
@@ -217,7 +225,7 @@ def test_a_model_that_refuses_a_version_takes_the_next_one(setting: Setting) -> 
     setting.trainer.send_weights()
     setting.models[0].refuses = "out.weight"
     setting.train()
-    with pytest.raises(KeyError, match=r"out\.weight"):
+    with pytest.raises(LoadError, match=r"out\.weight.*; then: .* out of service until a whole one is loaded"):
         setting.trainer.send_weights()
     assert not any(worker._weight_update_active for worker in setting.client.workers)
     setting.models[0].refuses = None
@@ -226,15 +234,100 @@ def test_a_model_that_refuses_a_version_takes_the_next_one(setting: Setting) -> 
     assert all(same(weights_of(model), new) for model in setting.models)
 
 
-def test_a_version_that_another_one_has_overwritten_is_not_loaded(setting: Setting) -> None:
-    """Somebody publishes between the agreement and the end of the session."""
-    old = setting.train()
-    setting.trainer.send_weights()
+def test_a_version_that_all_workers_have_is_not_overwritten_before_it_is_loaded(setting: Setting) -> None:
+    """Somebody publishes between the agreement and the end of the session: the workers get that version later."""
     setting.train()
-    setting.client.before["finish_weight_update"] = lambda: setting.publisher.publish(9)
-    with pytest.raises(KeepstepError, match=r"version 2 did not come .* version 9 is there"):
-        setting.trainer.send_weights()
-    assert all(same(weights_of(model), old) for model in setting.models)
+    setting.trainer.send_weights()
+    new = setting.train()
+    failures = []
+    setting.client.before["finish_weight_update"] = lambda: failures.append(setting.publisher.publish(9).failures)
+    setting.trainer.send_weights()
+    assert all(same(weights_of(model), new) for model in setting.models)
+    assert failures == [ANY]
+    assert failures[0]
+
+
+class Tied(Model):
+    """Its head shares the embedding's weight, and computes with a packed copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Packed(4, 4, bias=False)
+        self.head.weight = self.out.weight
+
+
+class Packed(torch.nn.Linear):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.quant_method = Packing()
+        self.quant_method.process_weights_after_loading(self)
+
+
+class Packing(QuantizeMethodBase):
+    def create_weights(self, layer: torch.nn.Module, *_: Any, **__: Any) -> None:
+        """Nothing: the layer has made them."""
+
+    def apply(self, layer: torch.nn.Module, *_: Any, **__: Any) -> None:
+        """Nothing: no request is computed here."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.packed = layer.weight.detach().clone()
+
+
+def reload_of(model: Model, tensors: dict[str, torch.Tensor], *, is_part: bool = False) -> ModelReload:
+    record_metadata_for_reloading(model)
+    config = SimpleNamespace(dtype=torch.float32)
+    return ModelReload(model, config, tensors, is_part=is_part, is_split=False)
+
+
+def test_a_layer_that_shares_a_weight_is_processed_again() -> None:
+    """It has made something else of the weight, so that its own parameter is up to date, and its results are not."""
+    model = Tied()
+    tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    reload = reload_of(model, tensors)
+    for number in (1.0, 2.0):
+        for tensor in tensors.values():
+            tensor.fill_(number)
+        reload.load()
+        assert bool((model.head.packed == number).all())
+        assert model.head.weight is model.out.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"out.weight": None, "out.bias": None}, r"layer 'out' gets no weights, and shares none"),
+        ({"out.bias": None}, r"a layer would get a part of its weights: without 'out\.bias'"),
+        ({"out.weight": torch.zeros(4, 5)}, r"the model cannot load 'out\.weight'"),
+        ({"out.weight": torch.zeros(4, 4, dtype=torch.int32)}, r"'out\.weight' is of dtype torch\.int32"),
+        ({"other.weight": torch.zeros(1)}, r"the model cannot load 'other\.weight'"),
+    ],
+)
+def test_tensors_that_the_model_cannot_load_are_refused_by_name(
+    change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    """When the workers attach. The model does not change."""
+    model = Model()
+    before = weights_of(model)
+    given = {name: torch.zeros(shape) for name, shape in SHAPES.items()} | change
+    with pytest.raises(ConfigurationError, match=message):
+        reload_of(model, {name: tensor for name, tensor in given.items() if tensor is not None})
+    assert same(weights_of(model), before)
+
+
+def test_a_part_of_a_model_is_loaded_if_it_is_said_to_be_one() -> None:
+    model = Model()
+    before = weights_of(model)
+    reload_of(model, {"qkv.weight": torch.ones(12, 4), "qkv.bias": torch.ones(12)}, is_part=True).load()
+    assert bool((model.qkv.weight == 1).all())
+    assert torch.equal(model.out.weight, before["out.weight"])
+
+
+def test_a_client_that_cannot_drain_is_refused(tmp_path: Path) -> None:
+    with Publisher(tmp_path, Model(), copies=True) as publisher:
+        info = KeepstepTrainerInfo(publisher, str(tmp_path), rank=0)
+        with pytest.raises(ConfigurationError, match=r"cannot complete running requests and discard caches"):
+            WeightTransferTrainerFactory.trainer_init(info, client=Client(), source=ModuleSource(Model()))
 
 
 def test_a_llama_of_vllm_takes_versions_as_from_a_checkpoint(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ What is compared with is vLLM's own loading of the same weights from a checkpoin
 
 # ruff: noqa: E402  # the platform is set before those modules are imported that ask for it
 
+import contextlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,7 +90,7 @@ def main(folder: Path) -> None:
         model = get_model(vllm_config=config)
     worker = EngineWorker(config, model)
     with Publisher(folder / "w", trained, copies=True) as publisher:
-        info = KeepstepTrainerInfo(publisher, str(folder / "w"), rank=0)
+        info = KeepstepTrainerInfo(publisher, str(folder / "w"), contextlib.nullcontext, rank=0)
         trainer = WeightTransferTrainerFactory.trainer_init(info, client=Client(worker), source=ModuleSource(trained))
         publisher.wait_for_consumers(1, 60)
         for version in (1, 2):

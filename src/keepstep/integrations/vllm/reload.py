@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -104,16 +105,21 @@ class _Rehearsal:
         self._num_loaded = dict.fromkeys(tensors, 0)
         self._process = layerwise._layerwise_process
         self._count: Callable[..., tuple[int, object]] = layerwise.get_numel_loaded
-        self._numel: dict[tuple[torch.nn.Module, str], int] = {}
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Tensors that vLLM's reload does not replace, such as biases, and copies of them: they are loaded in place."""
 
     def __enter__(self) -> _Rehearsal:
         initialize_layerwise_reload(self._model)
+        tensors = itertools.chain(self._model.parameters(), self._model.buffers())
+        self._kept = [(each.data, each.data.clone()) for each in tensors if not each.is_meta]
         layerwise._layerwise_process = lambda layer, info: None
         layerwise.get_numel_loaded = self._counted
         return self
 
     def __exit__(self, *_: object) -> None:
         layerwise._layerwise_process, layerwise.get_numel_loaded = self._process, self._count
+        for tensor, copied in self._kept:
+            tensor.copy_(copied)
         for layer in self._model.modules():
             info = layerwise.get_layerwise_info(layer)
             if info.can_load():  # vLLM then gives the layer its tensors back, and does not warn

@@ -165,17 +165,20 @@ class _ClientServer(VLLMServer):
         self._client, self._draining = client, draining
         self._drained = contextlib.ExitStack()
 
+    def label(self) -> str:
+        return self._label or ""
+
     def initialize(self, init_info: dict[str, Any]) -> None:
-        self._call(self._client.init_weight_transfer_engine, init_info)
+        self._tell(self._client.init_weight_transfer_engine, init_info)
 
     def start_weight_update(self) -> None:
-        self._call(self._client.start_weight_update)
+        self._tell(self._client.start_weight_update)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._call(self._client.update_weights, update_info)
+        self._tell(self._client.update_weights, update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call(self._client.finish_weight_update, weight_version)
+        self._tell(self._client.finish_weight_update, weight_version)
 
     def pause(self) -> None:
         self.resume()
@@ -187,7 +190,7 @@ class _ClientServer(VLLMServer):
     def discard_caches(self) -> None:
         """Is a part of ``draining``."""
 
-    def _call(self, method: Callable[..., None], *arguments: object) -> None:
+    def _tell(self, method: Callable[..., None], *arguments: object) -> None:
         try:
             method(*arguments)
         except Exception as error:  # a client may raise anything; its text is the engine's reason
