@@ -322,6 +322,7 @@ def test_flags_of_the_drill_are_all_described() -> None:
 
 def test_flags_of_weights_are_all_described() -> None:
     described = section(ROOT / "docs" / "WEIGHTS.md", "Several machines")
+    described += section(ROOT / "docs" / "integrations" / "README.md", "Engines")
     _, commands = weights._parsers()
     told = [action for each in commands for action in each._actions if action.help != argparse.SUPPRESS]
     options = {action.option_strings[-1] for action in told if action.option_strings}
