@@ -1,26 +1,29 @@
-"""A driver of one server that kills itself in the middle of a change: ``dying.py URL METHOD before|after``."""
+"""A driver of one server that kills itself in a change: ``dying.py vllm|sglang URL METHOD before|after [FILES]``."""
 
 import os
 import signal
 import sys
+from pathlib import Path
 
 from keepstep.engines.server import Version
+from keepstep.engines.sglang import SGLangServer
 from keepstep.engines.updates import ServerUpdates
 from keepstep.engines.vllm import VLLMServer
 
-url, method, when = sys.argv[1:]
-usual = getattr(VLLMServer, method)
-is_first = True
+kind, url, method, when, *files = sys.argv[1:]
+server = {"vllm": VLLMServer, "sglang": SGLangServer}[kind]
+usual = getattr(server, method)
+path = Path(files[0]) if files else None
+tensors = (("a.weight", "float32", (2, 2)),)
 
 
 def dying(*arguments: object) -> None:
-    """The second call is the change's: the first one, if any, ends what was left open before."""
     if when == "after":
         usual(*arguments)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-updates = ServerUpdates([VLLMServer(url)])
-updates.bring(Version(1, "w", ()))
-setattr(VLLMServer, method, dying)
-updates.bring(Version(2, "w", ()))
+updates = ServerUpdates([server(url)])
+updates.bring(Version(1, "w", tensors, path))
+setattr(server, method, dying)
+updates.bring(Version(2, "w", tensors, path))

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.engines.stand_ins import VLLM
+import torch
+from safetensors.torch import save_file
+from tests.engines.stand_ins import VLLM, SGLang
 from tests.worker.ranks import DEADLINE_S
 
 from keepstep.engines.server import Running, Version
@@ -95,7 +97,7 @@ def test_a_driver_that_is_killed_leaves_a_server_that_answers(
 ) -> None:
     """With one whole version, and no session that would refuse the next driver. A selected version is loaded."""
     server.answer()
-    command = [sys.executable, Path(__file__).with_name("dying.py"), server.url, method, when]
+    command = [sys.executable, Path(__file__).with_name("dying.py"), "vllm", server.url, method, when]
     driver = subprocess.run(command, check=False, timeout=DEADLINE_S)
     assert driver.returncode == -signal.SIGKILL
     wait_until(lambda: "resume" in server.calls[-3:] and server.session is None, f"the guard: {server.calls}")
@@ -103,6 +105,24 @@ def test_a_driver_that_is_killed_leaves_a_server_that_answers(
     with ServerUpdates([VLLMServer(server.url)]) as updates:
         updates.bring(version(3))
     assert server.answer() == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "when", "expected"), [("_stop", "after", 1), ("_load", "before", 1), ("_load", "after", 2)]
+)
+def test_a_driver_of_sglang_that_is_killed_leaves_a_server_that_answers(
+    tmp_path: Path, method: str, when: str, expected: int
+) -> None:
+    """From a cache of no other weights than it has: the load itself may have been told that it is not flushed."""
+    save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    server = SGLang(str(tmp_path))
+    command = [sys.executable, Path(__file__).with_name("dying.py"), "sglang", server.url, method, when, tmp_path]
+    driver = subprocess.run(command, check=False, timeout=DEADLINE_S)
+    assert driver.returncode == -signal.SIGKILL
+    server.cached = 0
+    wait_until(lambda: server.calls[-1] == "continue_generation" and server.cached is None, f"{server.calls}")
+    assert server.answer() == (expected, expected)
+    server.close()
 
 
 def test_a_new_driver_ends_what_an_earlier_one_has_left_open(server: VLLM) -> None:
