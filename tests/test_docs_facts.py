@@ -211,6 +211,8 @@ OF_EXTRAS = (
     "trust/certificates.py",
     "worker/loop/late_rank.py",
     "worker/loop/wrapped.py",
+    "engines/load.py",
+    "engines/sglang.py",
 )
 """Where the package imports what only an extra or the user's script brings."""
 

@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from keepstep.engines.server import Version
+from keepstep.engines.server import NewVersion
 from keepstep.engines.sglang import SGLangServer
 from keepstep.engines.updates import ServerUpdates
 from keepstep.engines.vllm import VLLMServer
@@ -24,6 +24,6 @@ def dying(*arguments: object) -> None:
 
 
 updates = ServerUpdates([server(url)])
-updates.bring(Version(1, "w", tensors, path))
+updates.bring(NewVersion(1, "w", tensors, path))
 setattr(server, method, dying)
-updates.bring(Version(2, "w", tensors, path))
+updates.bring(NewVersion(2, "w", tensors, path))

@@ -16,14 +16,14 @@ from safetensors.torch import save_file
 from tests.engines.stand_ins import VLLM, SGLang
 from tests.worker.ranks import DEADLINE_S
 
-from keepstep.engines.server import Running, Version
+from keepstep.engines.server import NewVersion, Running
 from keepstep.engines.updates import ServerUpdates
 from keepstep.engines.vllm import VLLMServer
 from keepstep.errors import ConfigurationError, LoadError, SubscriberLost
 
 
-def version(number: int) -> Version:
-    return Version(number, "w", (("weight", "float32", (2, 2)),))
+def version(number: int) -> NewVersion:
+    return NewVersion(number, "w", (("weight", "float32", (2, 2)),))
 
 
 @pytest.fixture

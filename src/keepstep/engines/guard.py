@@ -31,7 +31,7 @@ AGAIN_S = 1.0
 """After this time the guard looks once more: a request of the driver may have come to the server after its death."""
 
 
-class Guard:
+class ChangeGuard:
     """The driver's end of the pipe to its guard."""
 
     def __init__(self, servers: Sequence[Server], locks: Sequence[int]) -> None:

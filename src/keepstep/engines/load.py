@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.engines.names import plain_names
-from keepstep.engines.server import Server, Version
+from keepstep.engines.server import NewVersion, Server
 from keepstep.engines.sglang import SGLangServer
 from keepstep.engines.updates import ServerUpdates
 from keepstep.errors import ConfigurationError, KeepstepError
@@ -73,7 +73,7 @@ def load_versions(
             except ConfigurationError as error:
                 note(f"version {number}: {error}")
                 continue
-            updates.offer(Version(number, str(folder), form, new))
+            updates.offer(NewVersion(number, str(folder), form, new))
 
 
 def _write(path: Path, tensors: dict[str, Any]) -> Path:

@@ -40,7 +40,7 @@ class Running(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Version:
+class NewVersion:
     """A published version.
 
     Attributes:
@@ -94,7 +94,7 @@ class Server(abc.ABC):
         """
 
     @abc.abstractmethod
-    def prepare(self, version: Version) -> None:
+    def prepare(self, version: NewVersion) -> None:
         """Ends what somebody has left open, and prepares the server for versions such as this one.
 
         Raises:
@@ -114,7 +114,7 @@ class Server(abc.ABC):
         """
 
     @abc.abstractmethod
-    def change(self, newest: Callable[[], Version]) -> int:
+    def change(self, newest: Callable[[], NewVersion]) -> int:
         """Changes the server's weights, and returns the version that it then has.
 
         If it fails, the server answers with its former version, or is out of service until a later change.

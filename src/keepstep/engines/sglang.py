@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.engines.names import plain_names
-from keepstep.engines.server import ANSWER_S, RELEASE_S, SHORT_S, Running, Server, Version
+from keepstep.engines.server import ANSWER_S, RELEASE_S, SHORT_S, NewVersion, Running, Server
 from keepstep.errors import ConfigurationError, KeepstepError, LoadError
 
 NUM_CALLS = 8
@@ -54,7 +54,7 @@ class SGLangServer(Server):
         """
         super().__init__(url, running=running, api_key=api_key, answer_s=answer_s)
         self._admin_key = admin_key
-        self._prepared: Version | None = None
+        self._prepared: NewVersion | None = None
         """The version with the tensors that the server is known to load."""
         self._is_stale = False
         """Whether the server's cache may be of other weights than it has."""
@@ -68,7 +68,7 @@ class SGLangServer(Server):
     def post(self, path: str, content: object = None, timeout_s: float | None = None) -> Any:
         return super().post(path, {} if content is None else content, timeout_s)
 
-    def prepare(self, version: Version) -> None:
+    def prepare(self, version: NewVersion) -> None:
         self._prepared = None
         self._check_server()
         self._check_tensors(version)
@@ -85,7 +85,7 @@ class SGLangServer(Server):
         self._is_stale = False
         self._go_on()
 
-    def change(self, newest: Callable[[], Version]) -> int:
+    def change(self, newest: Callable[[], NewVersion]) -> int:
         version = newest()
         if self._prepared is None or self._prepared.tensors != version.tensors:
             self.prepare(version)
@@ -95,7 +95,7 @@ class SGLangServer(Server):
                 version = newest()
             self._load(version)
             self._go_on()
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, the server is not left in a change
             self._prepared = None
             try:
                 self.end()
@@ -163,7 +163,7 @@ class SGLangServer(Server):
         finally:
             is_over.set()  # the calls that wait have the lock soon, and nothing depends on them
 
-    def _load(self, version: Version) -> None:
+    def _load(self, version: NewVersion) -> None:
         if version.path is None:
             raise ConfigurationError(f"version {version.number} is in no file, and SGLang loads files")
         content = {
@@ -201,7 +201,7 @@ class SGLangServer(Server):
         if model.get("has_image_understanding") or model.get("has_audio_understanding"):
             raise LoadError(f"{self.url} caches embeddings of images or audio, and has no route that discards them")
 
-    def _check_tensors(self, version: Version) -> None:
+    def _check_tensors(self, version: NewVersion) -> None:
         """SGLang ends at a tensor of another shape, and goes on with a mixture if one is missing.
 
         Raises:

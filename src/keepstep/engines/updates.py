@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from keepstep.engines.guard import Guard
-from keepstep.engines.server import Server, Version
+from keepstep.engines.guard import ChangeGuard
+from keepstep.engines.server import NewVersion, Server
 from keepstep.errors import ConfigurationError, KeepstepError, LoadError
 
 LOOK_S = 1.0
@@ -42,9 +42,9 @@ class ServerUpdates:
             raise ConfigurationError(f"servers: {', '.join(map(str, servers)) or 'none'}; name one or more, each once")
         with contextlib.ExitStack() as stack:
             locks = [stack.enter_context(_locked(server)) for server in servers]
-            self._guard = stack.enter_context(Guard(servers, locks))
+            self._guard = stack.enter_context(ChangeGuard(servers, locks))
             self._changed = threading.Condition()
-            self._newest: Version | None = None
+            self._newest: NewVersion | None = None
             self._is_over = False
             self._drivers = [_Driver(self, server, self._guard, note) for server in servers]
             self._open = stack.pop_all()
@@ -61,12 +61,12 @@ class ServerUpdates:
         with self._changed:
             return {d.server.url: d.error for d in self._drivers if d.error is not None}
 
-    def in_use(self) -> list[Version]:
+    def in_use(self) -> list[NewVersion]:
         """Returns the versions that a server may still read, and the newest one."""
         with self._changed:
             return [each for each in (self._newest, *(d.loading for d in self._drivers)) if each is not None]
 
-    def prepare(self, form: Version) -> None:
+    def prepare(self, form: NewVersion) -> None:
         """Prepares all servers for versions such as this one, in the calling thread, before the first `offer`.
 
         Raises:
@@ -85,7 +85,7 @@ class ServerUpdates:
         if len(errors) == len(self._drivers):
             raise errors[0]
 
-    def offer(self, version: Version) -> None:
+    def offer(self, version: NewVersion) -> None:
         """Names the newest version. Returns at once."""
         with self._changed:
             self._newest = version
@@ -95,7 +95,7 @@ class ServerUpdates:
         for driver in self._drivers:
             driver.start()
 
-    def bring(self, version: Version) -> None:
+    def bring(self, version: NewVersion) -> None:
         """Names the newest version, and waits until each server has it or has failed with it.
 
         It does not wait for servers that have failed before, unless all have.
@@ -133,13 +133,13 @@ class ServerUpdates:
 class _Driver:
     """One server, and the thread that changes it."""
 
-    def __init__(self, updates: ServerUpdates, server: Server, guard: Guard, note: Callable[[str], None]) -> None:
+    def __init__(self, updates: ServerUpdates, server: Server, guard: ChangeGuard, note: Callable[[str], None]) -> None:
         self.server = server
         self.is_due = False
         """Whether there is a version that the server has neither got nor failed with."""
         self.version: int | None = None
         self.since_s = 0.0
-        self.loading: Version | None = None
+        self.loading: NewVersion | None = None
         """The last version that this thread has begun to load."""
         self.error: KeepstepError | None = None
         self._pause_s = LOOK_S
@@ -175,7 +175,7 @@ class _Driver:
             self._set(self.version, error)
             return True  # it cannot be changed now
 
-    def _take_newest(self) -> Version:
+    def _take_newest(self) -> NewVersion:
         with self._updates._changed:
             newest = self._updates._newest
             assert newest is not None
@@ -192,7 +192,7 @@ class _Driver:
         else:
             self._set(version, None, after=begun)
 
-    def _set(self, version: int | None, error: KeepstepError | None, after: Version | None = None) -> None:
+    def _set(self, version: int | None, error: KeepstepError | None, after: NewVersion | None = None) -> None:
         with self._updates._changed:
             if str(error) != str(self.error) and error is not None:
                 self._note(f"{self.server}: {error}")

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from keepstep.engines.server import ANSWER_S, RELEASE_S, SHORT_S, Running, Server, Version
+from keepstep.engines.server import ANSWER_S, RELEASE_S, SHORT_S, NewVersion, Running, Server
 from keepstep.errors import KeepstepError, LoadError
 
 PAUSE_MODE = {Running.DRAIN: "wait", Running.IN_FLIGHT: "keep"}
@@ -41,7 +41,7 @@ class VLLMServer(Server):
         """
         super().__init__(url, running=running, api_key=api_key, answer_s=answer_s)
         self._is_part = is_part
-        self._attached: Version | None = None
+        self._attached: NewVersion | None = None
         """The version with the folder and the tensors that the workers know."""
         self._label: str | None = None
         self._is_open = False
@@ -57,7 +57,7 @@ class VLLMServer(Server):
             self._attached = None
         return label
 
-    def prepare(self, version: Version) -> None:
+    def prepare(self, version: NewVersion) -> None:
         self._attached = None
         self._release()
         tensors = [[name, dtype, [*shape]] for name, dtype, shape in version.tensors]
@@ -92,7 +92,7 @@ class VLLMServer(Server):
         self.repeat(self.resume, self.answer_s)
         return None
 
-    def change(self, newest: Callable[[], Version]) -> int:
+    def change(self, newest: Callable[[], NewVersion]) -> int:
         version = newest()
         self.label()
         known = self._attached
@@ -108,7 +108,7 @@ class VLLMServer(Server):
             self.discard_caches()
             self.repeat(self.resume, self.answer_s)
             return number
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, the server is not left in a change
             self._attached = None
             try:
                 self.end()

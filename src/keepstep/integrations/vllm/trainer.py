@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 from keepstep.engines.names import plain_names
-from keepstep.engines.server import Running, Version
+from keepstep.engines.server import NewVersion, Running
 from keepstep.engines.updates import ServerUpdates
 from keepstep.engines.vllm import VLLMServer
 from keepstep.errors import ConfigurationError, LoadError
@@ -55,7 +55,7 @@ class KeepstepTrainerEngine(TrainerWeightTransferEngine[KeepstepTrainerInfo]):
 
     init_info_cls = KeepstepTrainerInfo
 
-    def __init__(self, info: KeepstepTrainerInfo, client: VLLMWeightSyncClient, version: Version) -> None:
+    def __init__(self, info: KeepstepTrainerInfo, client: VLLMWeightSyncClient, version: NewVersion) -> None:
         """See `trainer_init`.
 
         Args:
@@ -99,7 +99,7 @@ class KeepstepTrainerEngine(TrainerWeightTransferEngine[KeepstepTrainerInfo]):
             for each in (metadata() if callable(metadata) else metadata)
         )
         plain_names(name for name, _dtype, _shape in tensors)
-        engine = cls(init_info, client, Version(0, init_info.folder, tensors))
+        engine = cls(init_info, client, NewVersion(0, init_info.folder, tensors))
         if engine.is_sender:
             engine._attach()
         return engine
@@ -114,7 +114,7 @@ class KeepstepTrainerEngine(TrainerWeightTransferEngine[KeepstepTrainerInfo]):
             self.updates = ServerUpdates(servers)
             try:
                 self.updates.prepare(self._form)
-            except BaseException:
+            except BaseException:  # also on KeyboardInterrupt: the guard must end
                 self.updates.close()
                 raise
         elif info.draining is None or info.servers:
@@ -141,7 +141,7 @@ class KeepstepTrainerEngine(TrainerWeightTransferEngine[KeepstepTrainerInfo]):
         """
         self.version = self.version + 1 if version is None else version
         published = self._info.publisher.publish(self.version)
-        new = Version(self.version, self._form.folder, self._form.tensors)
+        new = NewVersion(self.version, self._form.folder, self._form.tensors)
         if self.updates is not None:
             self.updates.bring(new)
         elif self._other is not None:
