@@ -171,8 +171,8 @@ class _Driver:
         newest = self._take_newest()
         try:
             return self.error is None and self.server.label() == str(newest.number)
-        except KeepstepError as error:
-            self._set(self.version, error)
+        except Exception as error:  # a server may answer anything
+            self._set(self.version, _reason(self.server, error))
             return True  # it cannot be changed now
 
     def _take_newest(self) -> NewVersion:
@@ -187,8 +187,8 @@ class _Driver:
         try:
             with self._guard.watching(self.server):
                 version = self.server.change(self._take_newest)
-        except KeepstepError as error:
-            self._set(self.version, error, after=begun)
+        except Exception as error:  # a server may answer anything; who waits for the version is told
+            self._set(self.version, _reason(self.server, error), after=begun)
         else:
             self._set(version, None, after=begun)
 
@@ -205,6 +205,14 @@ class _Driver:
             if after is not None and (newest is after or (newest is not None and newest.number == version)):
                 self.is_due = False
             self._updates._changed.notify_all()
+
+
+def _reason(server: Server, error: Exception) -> KeepstepError:
+    if isinstance(error, KeepstepError):
+        return error
+    reason = LoadError(f"{server}: {error!r}")
+    reason.__cause__ = error
+    return reason
 
 
 @contextlib.contextmanager
