@@ -32,6 +32,8 @@ class StandIn(http.server.ThreadingHTTPServer):
         self.refuses: dict[str, str] = {}
         """Route -> the reason for which it fails."""
         self.refuses_once: dict[str, str] = {}
+        self.is_half_ready = False
+        """Whether only one of its workers selects a version, and another one says that it has not got it."""
         self.waits: dict[str, threading.Event] = {}
         """Route -> what its calls wait for, before they do anything."""
         self._lock = threading.Lock()
@@ -109,6 +111,9 @@ class VLLM(StandIn):
         if self.session is None:
             return failed("start_weight_update must be called before update_weights")
         reason = None
+        if self.is_half_ready and told.get("use"):
+            self.session = told["version"]
+            return failed("another version is there")
         if told.get("version") is None:
             reason = "the model holds parts of a version" if self.is_torn else None
         elif not self.is_initialized:

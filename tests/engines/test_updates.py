@@ -84,7 +84,7 @@ PHASES = [
     ("update_weights", "after", 1),
     ("pause", "before", 1),
     ("pause", "after", 1),
-    ("finish_weight_update", "before", 2),
+    ("finish_weight_update", "before", 1),
     ("finish_weight_update", "after", 2),
     ("discard_caches", "before", 2),
     ("resume", "before", 2),
@@ -95,13 +95,14 @@ PHASES = [
 def test_a_driver_that_is_killed_leaves_a_server_that_answers(
     server: VLLM, method: str, when: str, expected: int
 ) -> None:
-    """With one whole version, and no session that would refuse the next driver. A selected version is loaded."""
+    """With one whole version, which it names, and no session that would refuse the next driver."""
     server.answer()
     command = [sys.executable, Path(__file__).with_name("dying.py"), "vllm", server.url, method, when]
     driver = subprocess.run(command, check=False, timeout=DEADLINE_S)
     assert driver.returncode == -signal.SIGKILL
     wait_until(lambda: "resume" in server.calls[-3:] and server.session is None, f"the guard: {server.calls}")
     assert server.answer() == (expected, expected)
+    assert server.label == str(expected)
     with ServerUpdates([VLLMServer(server.url)]) as updates:
         updates.bring(version(3))
     assert server.answer() == (3, 3)
@@ -123,6 +124,22 @@ def test_a_driver_of_sglang_that_is_killed_leaves_a_server_that_answers(
     wait_until(lambda: server.calls[-1] == "continue_generation" and server.cached is None, f"{server.calls}")
     assert server.answer() == (expected, expected)
     server.close()
+
+
+def test_a_version_that_only_some_workers_have_is_loaded_by_none(
+    server: VLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session is ended; on the workers that have selected the version as well."""
+    monkeypatch.setattr("keepstep.engines.vllm.AGREE_S", 0.2)
+    with ServerUpdates([VLLMServer(server.url)]) as updates:
+        updates.bring(version(1))
+        server.is_half_ready = True
+        with pytest.raises(LoadError, match="another version is there"):
+            updates.bring(version(2))
+        assert (server.weights, server.label, server.session, server.is_paused) == (1, "1", None, False)
+        server.is_half_ready = False
+        updates.bring(version(3))
+        assert server.answer() == (3, 3)
 
 
 def test_a_new_driver_ends_what_an_earlier_one_has_left_open(server: VLLM) -> None:

@@ -77,8 +77,7 @@ class VLLMServer(Server):
             try:
                 self.start_weight_update()
             except LoadError:  # most likely a session is open; then this ends it
-                with contextlib.suppress(LoadError):
-                    self.finish_weight_update()
+                self._close()
                 raise
 
         self.repeat(begin, RELEASE_S)
@@ -130,7 +129,13 @@ class VLLMServer(Server):
         return number
 
     def _close(self) -> None:
+        """Ends the session on each worker where one is open. No worker loads a version that it has selected.
+
+        Only some workers may have selected it; and it would be loaded without its label.
+        """
         self._is_open = False
+        with contextlib.suppress(LoadError):
+            self.update_weights({})
         with contextlib.suppress(LoadError):
             self.finish_weight_update()
 
