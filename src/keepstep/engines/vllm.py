@@ -86,7 +86,7 @@ class VLLMServer(Server):
         except LoadError as error:
             return error
         finally:
-            self._close()
+            self._close(selects=False)
         self.discard_caches()
         self.repeat(self.resume, self.answer_s)
         return None
@@ -124,18 +124,22 @@ class VLLMServer(Server):
         try:
             self.update_weights({"version": number, "use": use})
         except LoadError:  # some workers have ended the session, and others have not
-            self._close()
+            self._close(selects=use)
             raise
         return number
 
-    def _close(self) -> None:
+    def _close(self, *, selects: bool = True) -> None:
         """Ends the session on each worker where one is open. No worker loads a version that it has selected.
 
         Only some workers may have selected it; and it would be loaded without its label.
+
+        Args:
+            selects: whether a worker may have selected one.
         """
         self._is_open = False
-        with contextlib.suppress(LoadError):
-            self.update_weights({})
+        if selects:
+            with contextlib.suppress(LoadError):
+                self.update_weights({})
         with contextlib.suppress(LoadError):
             self.finish_weight_update()
 

@@ -26,7 +26,7 @@ from tests.engines.real.servers import RealServer, sglang_server, write_model
 import keepstep
 from keepstep.engines.server import RELEASE_S
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 NUM_VERSIONS = 8
 NUM_KILLS = 6
 BETWEEN_S = 0.5

@@ -24,7 +24,7 @@ except importlib.metadata.PackageNotFoundError:
 
 import torch
 from tests.engines.real.asking import NUM_TOKENS, PROMPTS, Load, Versions, check
-from tests.engines.real.servers import RealServer, vllm_server, write_model
+from tests.engines.real.servers import START_S, RealServer, vllm_server, write_model
 from tests.engines.real.trainers import trainer_of
 from vllm.distributed.weight_transfer.base import ParamMeta
 
@@ -103,6 +103,16 @@ def test_in_flight_what_begins_after_a_change_is_of_the_new_version(server: Real
                     num_checked += 1
         assert num_checked > NUM_VERSIONS
         has(server, versions, versions.newest)
+
+
+@UNTIED
+def test_a_publisher_without_copies(server: RealServer, folder: Path) -> None:
+    """From which consumers that attach late get nothing: the server attaches once, before the first version."""
+    versions, times = Versions(server.model), dict[int, tuple[float, float]]()
+    with trainer_of(server.url, versions.model, folder, copies=False) as trainer:
+        for _ in range(2):
+            send(trainer, versions, times)
+            has(server, versions, versions.newest)
 
 
 @UNTIED
@@ -203,7 +213,7 @@ def test_a_trainer_that_is_killed_leaves_a_server_that_answers(
     versions.train()
     versions.train()
     command = [sys.executable, "-m", "tests.engines.real.trainers", server.url, server.model, folder, method, when]
-    killed = subprocess.run(command, cwd=ROOT, check=False, timeout=120, capture_output=True, text=True)
+    killed = subprocess.run(command, cwd=ROOT, check=False, timeout=START_S, capture_output=True, text=True)
     died_s = time.monotonic()
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     server.ask(PROMPTS[0], NUM_TOKENS, timeout_s=RELEASE_S)

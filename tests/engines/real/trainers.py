@@ -28,7 +28,9 @@ DURING_S = 0.003
 
 
 @contextlib.contextmanager
-def trainer_of(url: str, weights: Any, folder: Path, *, source: Any = None, **options: Any) -> Iterator[Any]:
+def trainer_of(
+    url: str, weights: Any, folder: Path, *, source: Any = None, copies: bool = True, **options: Any
+) -> Iterator[Any]:
     """A trainer, through vLLM's own interface for them.
 
     Args:
@@ -36,9 +38,10 @@ def trainer_of(url: str, weights: Any, folder: Path, *, source: Any = None, **op
         weights: a module, or tensors by name.
         folder: the publisher's.
         source: what tells the tensors to vLLM, if the weights are no module.
+        copies: see `keepstep.Publisher`.
         options: more fields of `KeepstepTrainerInfo`.
     """
-    with contextlib.closing(keepstep.Publisher(folder, weights, copies=True)) as publisher:
+    with contextlib.closing(keepstep.Publisher(folder, weights, copies=copies)) as publisher:
         trainer = WeightTransferTrainerFactory.trainer_init(
             KeepstepTrainerInfo(publisher, str(folder), rank=0, **options),
             client=HTTPVLLMWeightSyncClient(url),
