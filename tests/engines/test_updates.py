@@ -59,6 +59,15 @@ def test_nothing_computed_before_a_change_is_used_after_it(server: VLLM, running
         assert server.label == "2"
 
 
+def test_workers_attach_once(server: VLLM) -> None:
+    """A publisher without copies has nothing for one that attaches after a version."""
+    with ServerUpdates([VLLMServer(server.url)]) as updates:
+        updates.prepare(version(0))
+        for number in (1, 2):
+            updates.bring(version(number))
+    assert server.calls.count("init_weight_transfer_engine") == 1
+
+
 def test_a_cache_that_cannot_be_reset_yet_holds_requests_back(server: VLLM) -> None:
     with ServerUpdates([VLLMServer(server.url)]) as updates:
         updates.bring(version(1))

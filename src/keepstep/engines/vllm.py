@@ -63,6 +63,7 @@ class VLLMServer(Server):
         tensors = [[name, dtype, [*shape]] for name, dtype, shape in version.tensors]
         content = {"folder": version.folder, "tensors": tensors, "part": self._is_part}
         self.initialize(content)
+        self._label = self.label()
         self._attached = version
 
     def end(self) -> None:
