@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -67,7 +68,7 @@ class RealServer:
                 return
             assert self.process.poll() is None, f"{self.kind} ended with {self.process.returncode}:\n{self.tail()}"
             assert time.monotonic() < until_s, f"{self.kind} does not answer after {START_S:g} s:\n{self.tail()}"
-            time.sleep(0.2)
+            threading.Event().wait(0.2)
 
     def tail(self) -> str:
         """The end of its log."""

@@ -91,7 +91,7 @@ def wait_until(is_so: Callable[[], bool], told: Callable[[], str]) -> None:
     until_s = time.monotonic() + DEADLINE_S
     while not is_so():
         assert time.monotonic() < until_s, told()
-        time.sleep(0.01)
+        threading.Event().wait(0.01)
 
 
 def label(server: RealServer) -> str:
@@ -156,7 +156,7 @@ def test_a_loader_that_is_killed_again_and_again_leaves_a_server_that_answers(
                     loader = Loader(folder, server, tmp_path / f"log-{i}")
                     try:
                         loader.await_line("has version")
-                        time.sleep(draw.uniform(0.0, 2 * BETWEEN_S))
+                        threading.Event().wait(draw.uniform(0.0, 2 * BETWEEN_S))
                     finally:
                         loader.kill()
                     answer = server.ask(PROMPTS[0], NUM_TOKENS, timeout_s=RELEASE_S)

@@ -9,6 +9,7 @@ import importlib.metadata
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,7 +218,7 @@ def test_a_trainer_that_is_killed_leaves_a_server_that_answers(
     died_s = time.monotonic()
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     server.ask(PROMPTS[0], NUM_TOKENS, timeout_s=RELEASE_S)
-    time.sleep(max(0.0, died_s + 3.0 - time.monotonic()))  # a request of the dead one may have come late
+    threading.Event().wait(max(0.0, died_s + 3.0 - time.monotonic()))  # a request of the dead one may have come late
     label = int(server.get("weight_info")["weight_version"])
     assert label in (1, 2)
     has(server, versions, label)
@@ -251,7 +252,7 @@ def test_a_server_that_is_killed_fails_alone_and_comes_back_with_the_newest_vers
             until_s = time.monotonic() + 60.0
             while trainer.updates.failures or trainer.updates.versions[again.url][0] != versions.newest:
                 assert time.monotonic() < until_s, trainer.updates.failures
-                time.sleep(0.05)
+                threading.Event().wait(0.05)
             has(again, versions, versions.newest)
             has(server, versions, versions.newest)
 
