@@ -135,9 +135,7 @@ def test_a_driver_of_sglang_that_is_killed_leaves_a_server_that_answers(
     server.close()
 
 
-def test_a_version_that_only_some_workers_have_is_loaded_by_none(
-    server: VLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_only_some_workers_have_is_loaded_by_none(server: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The session is ended; on the workers that have selected the version as well."""
     monkeypatch.setattr("keepstep.engines.vllm.AGREE_S", 0.2)
     with ServerUpdates([VLLMServer(server.url)]) as updates:
