@@ -18,6 +18,7 @@ from typing import Self
 from keepstep.engines.guard import ChangeGuard
 from keepstep.engines.server import NewVersion, Server
 from keepstep.errors import ConfigurationError, KeepstepError, LoadError
+from keepstep.systemcalls import lock
 
 LOOK_S = 1.0
 """How often each server is asked for its version: so one that was restarted, or was gone, gets the newest one."""
@@ -230,7 +231,7 @@ def _locked(server: Server) -> Iterator[int]:
         until_s = time.monotonic() + LOCK_S
         while True:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(descriptor, path.parent, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > until_s:
