@@ -8,12 +8,15 @@ from __future__ import annotations
 import http.server
 import json
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from safetensors.torch import load_file
+from tests.worker.ranks import DEADLINE_S
 
 
 class StandIn(http.server.ThreadingHTTPServer):
@@ -32,8 +35,6 @@ class StandIn(http.server.ThreadingHTTPServer):
         self.refuses: dict[str, str] = {}
         """Route -> the reason for which it fails."""
         self.refuses_once: dict[str, str] = {}
-        self.is_half_ready = False
-        """Whether only one of its workers selects a version, and another one says that it has not got it."""
         self.waits: dict[str, threading.Event] = {}
         """Route -> what its calls wait for, before they do anything."""
         self._lock = threading.Lock()
@@ -86,6 +87,8 @@ class VLLM(StandIn):
         self.session: int | None = None
         """None: no session is open. 0: one is. Else the selected version."""
         self.is_initialized = self.is_torn = False
+        self.is_half_ready = False
+        """Whether only one of its workers selects a version, and another one says that it has not got it."""
         self.unflushed = 0
         """How often the cache cannot be reset yet."""
         super().__init__(port)
@@ -216,6 +219,14 @@ class SGLang(StandIn):
         assert content["abort_all_requests"] is False
         self.label = content["new_version"]
         return 200, {"success": True}
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    """Waits until something is so, and fails the test if it is not in time."""
+    until_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < until_s, what
+        threading.Event().wait(0.01)
 
 
 def failed(reason: str) -> tuple[int, dict[str, Any]]:

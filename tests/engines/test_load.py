@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.engines.stand_ins import VLLM, SGLang
+from tests.engines.stand_ins import VLLM, SGLang, wait_until
 from tests.worker.ranks import DEADLINE_S
 
 from keepstep.engines.load import load_versions
@@ -68,13 +67,6 @@ class Loading:
         self._stop.set()
         self._thread.join()
         self.publisher.close()
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < until_s, what
-        threading.Event().wait(0.01)
 
 
 def test_each_version_is_loaded_whole_and_only_the_newest_is_kept(

@@ -6,17 +6,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.engines.stand_ins import VLLM, SGLang
+from tests.engines.stand_ins import VLLM, SGLang, wait_until
 from tests.worker.ranks import DEADLINE_S
 
-from keepstep.engines.server import NewVersion, Running
+from keepstep.engines.server import NewVersion, Running, Server
+from keepstep.engines.sglang import SGLangServer
 from keepstep.engines.updates import ServerUpdates
 from keepstep.engines.vllm import VLLMServer
 from keepstep.errors import ConfigurationError, LoadError, SubscriberLost
@@ -32,13 +32,6 @@ def server() -> Iterator[VLLM]:
     made.has = {1, 2, 3}
     yield made
     made.close()
-
-
-def wait_until(is_so: object, what: str) -> None:
-    until_s = time.monotonic() + DEADLINE_S
-    while not is_so():  # type: ignore[operator]  # a function of the test
-        assert time.monotonic() < until_s, what
-        threading.Event().wait(0.01)
 
 
 @pytest.mark.parametrize(("running", "mode"), [(Running.DRAIN, "wait"), (Running.IN_FLIGHT, "keep")])
@@ -224,6 +217,14 @@ def test_only_one_process_drives_a_server(server: VLLM, monkeypatch: pytest.Monk
 def test_servers_that_cannot_be(urls: list[str]) -> None:
     with pytest.raises(ConfigurationError, match="name one or more, each once"):
         ServerUpdates([VLLMServer(url) for url in urls])
+
+
+@pytest.mark.parametrize("server", [VLLMServer, SGLangServer])
+def test_what_becomes_of_running_requests_may_be_a_string(server: type[Server]) -> None:
+    """As in a configuration file; any other string is an error, and nothing is drained instead."""
+    assert server("http://a:1", running="in-flight").running is Running.IN_FLIGHT
+    with pytest.raises(ConfigurationError, match="running='in_flight': choose one of drain, in-flight"):
+        server("http://a:1", running="in_flight")
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/passwd", "http://"])

@@ -15,8 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from keepstep.engines.server import RELEASE_S, Server
 from keepstep.engines.sglang import SGLangServer
@@ -61,7 +60,7 @@ class ChangeGuard:
 
     def _tell(self, content: object) -> None:
         assert self._process.stdin is not None
-        with self._lock, contextlib.suppress(OSError):  # somebody has killed the guard
+        with self._lock, contextlib.suppress(OSError):  # the guard was killed
             self._process.stdin.write(json.dumps(content).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -71,14 +70,6 @@ class ChangeGuard:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def main(driver: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import enum
 import http.client
 import json
@@ -11,12 +12,12 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from keepstep.errors import ConfigurationError, LoadError, SubscriberLost
+from keepstep.errors import ConfigurationError, KeepstepError, LoadError, SubscriberLost
 
 T = TypeVar("T")
 ANSWER_S = 300.0
@@ -67,17 +68,21 @@ class Server(abc.ABC):
     ) -> None:
         """Args:
         url: base URL of the server, such as ``http://127.0.0.1:8000``.
-        running: what becomes of running requests when a version comes.
+        running: what becomes of running requests when a version comes; its value as a string will do.
         api_key: the server's API key, for a server that has one.
         answer_s: timeout for the server to complete its running requests, and to load a version, in seconds.
 
         Raises:
-            ConfigurationError: this is no URL of a server.
+            ConfigurationError: this is no URL of a server, or ``running`` is not one of `Running`.
         """
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ConfigurationError(f"{url!r} is no URL of a server, such as http://127.0.0.1:8000")
-        self.url, self.running, self.api_key, self.answer_s = url.rstrip("/"), running, api_key, answer_s
+        if running not in list(Running):
+            raise ConfigurationError(f"running={running!r}: choose one of {', '.join(Running)}")
+        self.url, self.running, self.api_key, self.answer_s = url.rstrip("/"), Running(running), api_key, answer_s
+        self._prepared: NewVersion | None = None
+        """A version with the folder and the tensors for which the server is prepared. None: it has to be prepared."""
         self.stop = threading.Event()
         """Ends a wait between two calls."""
 
@@ -95,7 +100,7 @@ class Server(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, version: NewVersion) -> None:
-        """Ends what somebody has left open, and prepares the server for versions such as this one.
+        """Ends a change that an earlier driver has left open, and prepares the server for versions such as this one.
 
         Raises:
             LoadError: the server cannot load such versions, or refused; with its reason.
@@ -125,6 +130,24 @@ class Server(abc.ABC):
         Raises:
             KeepstepError: the server did not answer, or refused; with its reason.
         """
+
+    @contextlib.contextmanager
+    def ended_on_error(self) -> Iterator[None]:
+        """A context for a change. If the change fails, the server is not left in it, and is prepared anew for the next.
+
+        Raises:
+            LoadError: the server could not be brought out of the change either; with both reasons.
+        """
+        try:
+            yield
+        except BaseException as error:  # also on KeyboardInterrupt: the server must not stay paused
+            self._prepared = None
+            try:
+                self.end()
+            except KeepstepError as second:
+                if str(second) != str(error):
+                    raise LoadError(f"{error}; then: {second}") from error
+            raise
 
     def get(self, path: str) -> Any:
         """Returns the JSON of a route."""

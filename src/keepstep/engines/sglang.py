@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,9 +26,7 @@ NUM_DRAINED = 3
 NO_SESSION = "no weight-update session is open"
 """What SGLang answers to ``/end_weight_update`` after it had the lock."""
 NOT_FLUSHED = "cache was not flushed"
-MAX_HEADER = 100 << 20
-"""Bytes; safetensors' own limit on the header of a file."""
-DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+FLOATING = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 """Floating dtypes in the header of a safetensors file."""
 
 
@@ -54,8 +51,6 @@ class SGLangServer(Server):
         """
         super().__init__(url, running=running, api_key=api_key, answer_s=answer_s)
         self._admin_key = admin_key
-        self._prepared: NewVersion | None = None
-        """The version with the tensors that the server is known to load."""
         self._is_stale = False
         """Whether the server's cache may be of other weights than it has."""
 
@@ -70,8 +65,9 @@ class SGLangServer(Server):
 
     def prepare(self, version: NewVersion) -> None:
         self._prepared = None
-        self._check_server()
-        self._check_tensors(version)
+        settings = self.get("server_info")
+        self._check_server(settings)
+        self._check_tensors(version, str(settings["model_path"]))
         self.end()
         self._prepared = version
 
@@ -89,19 +85,12 @@ class SGLangServer(Server):
         version = newest()
         if self._prepared is None or self._prepared.tensors != version.tensors:
             self.prepare(version)
-        try:
+        with self.ended_on_error():
             self._stop()
             if newest().tensors == version.tensors:
                 version = newest()
             self._load(version)
             self._go_on()
-        except BaseException as error:  # whatever it is, the server is not left in a change
-            self._prepared = None
-            try:
-                self.end()
-            except KeepstepError as second:
-                raise LoadError(f"{error}; then: {second}") from error
-            raise
         return version.number
 
     # ---- a change ---------------------------------------------------------------------------------------------------
@@ -188,11 +177,14 @@ class SGLangServer(Server):
 
     # ---- what the server can load -----------------------------------------------------------------------------------
 
-    def _check_server(self) -> None:
-        """Raises:
-        LoadError: the server is of a kind that goes on computing while it is paused, or keeps other caches.
+    def _check_server(self, settings: dict[str, Any]) -> None:
+        """Args:
+            settings: those with which the server was started.
+
+        Raises:
+            LoadError: the server is of a kind that goes on computing while it is paused, or keeps other caches.
         """
-        settings, model = self.get("server_info"), self.get("model_info")
+        model = self.get("model_info")
         for name in ("pp_size", "dp_size", "tokenizer_worker_num"):
             if (settings.get(name) or 1) > 1:
                 raise LoadError(f"{self.url} has {name} {settings[name]}: it cannot be stopped as a whole")
@@ -201,17 +193,21 @@ class SGLangServer(Server):
         if model.get("has_image_understanding") or model.get("has_audio_understanding"):
             raise LoadError(f"{self.url} caches embeddings of images or audio, and has no route that discards them")
 
-    def _check_tensors(self, version: NewVersion) -> None:
+    def _check_tensors(self, version: NewVersion, path: str) -> None:
         """SGLang ends at a tensor of another shape, and goes on with a mixture if one is missing.
+
+        Args:
+            version: its tensors are compared.
+            path: the checkpoint with which the server was started.
 
         Raises:
             LoadError: the published tensors are not those of the server's checkpoint; the message names one.
         """
-        path = str(self.get("server_info")["model_path"])
-        known = checkpoint_tensors(path)
+        folder = _folder(path)
+        known = _tensors_in(folder)
         names = plain_names(name for name, _dtype, _shape in version.tensors)
         published = {names[name]: (dtype, shape) for name, dtype, shape in version.tensors}
-        if tied(path):
+        if _is_tied(folder):
             known.pop("lm_head.weight", None)
             published.pop("lm_head.weight", None)
         for name in published.keys() - known.keys():
@@ -222,42 +218,45 @@ class SGLangServer(Server):
             dtype_there, shape_there = known[name]
             if shape != shape_there:
                 raise LoadError(f"'{name}' has shape {shape}, and in the checkpoint of {self.url} {shape_there}")
-            if (dtype_there in DTYPES) != ("float" in dtype):
+            if (dtype_there in FLOATING) != ("float" in dtype):
                 raise LoadError(f"'{name}' has dtype {dtype}, and in the checkpoint of {self.url} {dtype_there}")
 
 
-def checkpoint_tensors(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _tensors_in(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Returns the dtype (as safetensors calls it) and shape of each tensor of a checkpoint, by name.
-
-    Args:
-        path: a folder, or the name of a model whose files are in Hugging Face's cache.
 
     Raises:
         LoadError: there are no files in safetensors' format.
     """
+    from safetensors import SafetensorError, safe_open
+
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in sorted(_folder(path).glob("*.safetensors")):
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > MAX_HEADER:
-                raise LoadError(f"{file} is no file of safetensors")
-            header = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
-        found |= {name: (each["dtype"], tuple(each["shape"])) for name, each in header.items()}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="np") as opened:  # reads the header
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
+                found |= {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+        except SafetensorError as error:
+            raise LoadError(f"{file}: {error}") from error
     if not found:
-        raise LoadError(f"{path} has no *.safetensors, by which it could be seen what the server can load")
+        raise LoadError(f"{folder} has no *.safetensors, by which it could be seen what the server can load")
     return found
 
 
-def tied(path: str) -> bool:
+def _is_tied(folder: Path) -> bool:
     """Whether a checkpoint's head is its embedding."""
     try:
-        return bool(json.loads((_folder(path) / "config.json").read_text()).get("tie_word_embeddings", False))
+        return bool(json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False))
     except (OSError, ValueError):
         return False
 
 
 def _folder(path: str) -> Path:
+    """Returns the folder of a checkpoint: a folder, or the name of a model whose files are in Hugging Face's cache.
+
+    Raises:
+        LoadError: it is not on this machine.
+    """
     if Path(path).is_dir():
         return Path(path)
     try:

@@ -43,7 +43,7 @@ class ServerUpdates:
             raise ConfigurationError(f"servers: {', '.join(map(str, servers)) or 'none'}; name one or more, each once")
         with contextlib.ExitStack() as stack:
             locks = [stack.enter_context(_locked(server)) for server in servers]
-            self._guard = stack.enter_context(ChangeGuard(servers, locks))
+            self._guard = stack.enter_context(contextlib.closing(ChangeGuard(servers, locks)))
             self._changed = threading.Condition()
             self._newest: NewVersion | None = None
             self._is_over = False
@@ -173,7 +173,7 @@ class _Driver:
         try:
             return self.error is None and self.server.label() == str(newest.number)
         except Exception as error:  # a server may answer anything
-            self._set(self.version, _reason(self.server, error))
+            self._set(self.version, _as_failure(self.server, error))
             return True  # it cannot be changed now
 
     def _take_newest(self) -> NewVersion:
@@ -189,7 +189,7 @@ class _Driver:
             with self._guard.watching(self.server):
                 version = self.server.change(self._take_newest)
         except Exception as error:  # a server may answer anything; who waits for the version is told
-            self._set(self.version, _reason(self.server, error), after=begun)
+            self._set(self.version, _as_failure(self.server, error), after=begun)
         else:
             self._set(version, None, after=begun)
 
@@ -208,7 +208,8 @@ class _Driver:
             self._updates._changed.notify_all()
 
 
-def _reason(server: Server, error: Exception) -> KeepstepError:
+def _as_failure(server: Server, error: Exception) -> KeepstepError:
+    """Returns the error, as one of keepstep's that names the server."""
     if isinstance(error, KeepstepError):
         return error
     reason = LoadError(f"{server}: {error!r}")

@@ -41,8 +41,6 @@ class VLLMServer(Server):
         """
         super().__init__(url, running=running, api_key=api_key, answer_s=answer_s)
         self._is_part = is_part
-        self._attached: NewVersion | None = None
-        """The version with the folder and the tensors that the workers know."""
         self._label: str | None = None
         self._is_open = False
         """Whether a session is open, as far as this process knows."""
@@ -51,20 +49,20 @@ class VLLMServer(Server):
         try:
             label = str(self.get("weight_info")["weight_version"])
         except KeepstepError:
-            self._attached = None
+            self._prepared = None
             raise
         if label != self._label:  # it was restarted
-            self._attached = None
+            self._prepared = None
         return label
 
     def prepare(self, version: NewVersion) -> None:
-        self._attached = None
+        self._prepared = None
         self._release()
         tensors = [[name, dtype, [*shape]] for name, dtype, shape in version.tensors]
         content = {"folder": version.folder, "tensors": tensors, "part": self._is_part}
         self.initialize(content)
         self._label = self.label()
-        self._attached = version
+        self._prepared = version
 
     def end(self) -> None:
         torn = self._release()
@@ -95,8 +93,8 @@ class VLLMServer(Server):
     def change(self, newest: Callable[[], NewVersion]) -> int:
         version = newest()
         self.label()
-        known = self._attached
-        try:
+        known = self._prepared
+        with self.ended_on_error():
             if known is None or (known.folder, known.tensors) != (version.folder, version.tensors):
                 self.prepare(version)
             self.repeat(lambda: self._ask(newest().number), RECEIVE_S)
@@ -107,15 +105,7 @@ class VLLMServer(Server):
             self._is_open = False
             self.discard_caches()
             self.repeat(self.resume, self.answer_s)
-            return number
-        except BaseException as error:  # whatever it is, the server is not left in a change
-            self._attached = None
-            try:
-                self.end()
-            except KeepstepError as second:
-                if str(second) != str(error):
-                    raise LoadError(f"{error}; then: {second}") from error
-            raise
+        return number
 
     def _ask(self, number: int, *, use: bool = False) -> int:
         """Asks all workers whether they have a version, in a session that stays open if they have."""

@@ -105,9 +105,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
             "--metrics", metavar="FILE", help="for Prometheus' textfile collector: a name ending in .prom"
         )
         each.add_argument("--tls", action="store_true", help="encrypt; set it on all nodes or on none")
+    for each in (serve, receive, load):
         each.add_argument(
             "--deadline", type=float, default=DEFAULT_DEADLINE_S, metavar="SECONDS",
-            help="the publishers' folder (default: %(default)s)",
+            help="time without progress after which a version fails, as the publishers have it (default: %(default)s)",
         )  # fmt: skip
     return parser, (serve, receive, load)
 
@@ -136,10 +137,6 @@ def _add_load(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="FOLDER",
         help="where versions for SGLang are written (default: %(default)s)",
     )
-    load.add_argument(
-        "--deadline", type=float, default=DEFAULT_DEADLINE_S, metavar="SECONDS",
-        help="time without progress after which a version fails (default: %(default)s)",
-    )  # fmt: skip
     return load
 
 

@@ -69,7 +69,6 @@ class KeepstepWeightTransferEngine(WeightTransferEngine[KeepstepInitInfo, Keepst
         super().__init__(config, vllm_config, device, model)
         self._subscriber: Subscriber | None = None
         self._reload: ModelReload | None = None
-        self._deadline_s = DEFAULT_DEADLINE_S
         self._selected: contextlib.ExitStack | None = None
         """Keeps the selected version from being overwritten by a newer one."""
         self._is_torn = False
@@ -92,7 +91,6 @@ class KeepstepWeightTransferEngine(WeightTransferEngine[KeepstepInitInfo, Keepst
             self.model, self.model_config, {plain[name]: tensor for name, tensor in received.items()},
             is_part=init_info.part, is_split=self.parallel_config.world_size > 1,
         )  # fmt: skip
-        self._deadline_s = init_info.deadline_s
         self._subscriber = Subscriber(
             init_info.folder,
             into=received,
