@@ -23,7 +23,7 @@ def dying(*arguments: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-updates = ServerUpdates([server(url)])
+updates = ServerUpdates([server(url)], files=path)
 updates.bring(NewVersion(1, "w", tensors, path))
 setattr(server, method, dying)
 updates.bring(NewVersion(2, "w", tensors, path))

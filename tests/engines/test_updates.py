@@ -89,6 +89,7 @@ PHASES = [
     ("finish_weight_update", "before", 1),
     ("finish_weight_update", "after", 2),
     ("discard_caches", "before", 2),
+    ("discard_caches", "after", 2),
     ("resume", "before", 2),
 ]
 
@@ -111,20 +112,24 @@ def test_a_driver_that_is_killed_leaves_a_server_that_answers(
 
 
 @pytest.mark.parametrize(
-    ("method", "when", "expected"), [("_stop", "after", 1), ("_load", "before", 1), ("_load", "after", 2)]
+    ("method", "when", "expected"), [("pause", "after", 1), ("_load", "before", 1), ("_load", "after", 2)]
 )
 def test_a_driver_of_sglang_that_is_killed_leaves_a_server_that_answers(
     tmp_path: Path, method: str, when: str, expected: int
 ) -> None:
-    """From a cache of no other weights than it has: the load itself may have been told that it is not flushed."""
-    save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    """From a cache of no other weights than it has: the load may have ended without a flush. Its files are deleted."""
+    versions = tmp_path / "versions"
+    versions.mkdir()
+    for folder in (tmp_path, versions):
+        save_file({"a.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
     server = SGLang(str(tmp_path))
-    command = [sys.executable, Path(__file__).with_name("dying.py"), "sglang", server.url, method, when, tmp_path]
+    command = [sys.executable, Path(__file__).with_name("dying.py"), "sglang", server.url, method, when, versions]
     driver = subprocess.run(command, check=False, timeout=DEADLINE_S)
     assert driver.returncode == -signal.SIGKILL
     server.cached = 0
     wait_until(lambda: server.calls[-1] == "continue_generation" and server.cached is None, f"{server.calls}")
     assert server.answer() == (expected, expected)
+    wait_until(lambda: not versions.exists(), "the guard deletes them last")
     server.close()
 
 

@@ -23,6 +23,7 @@ pytest.importorskip("checkpoint_engine", reason="checkpoint-engine is not instal
 import checkpoint_engine.worker
 import zmq
 
+from keepstep.engines.vllm import VLLMServer
 from keepstep.errors import ConfigurationError, LoadError, SubscriberLost
 from keepstep.integrations.checkpoint_engine import CheckpointEngineSender, Handle
 from keepstep.weights.memory.bytes_of import byte_view
@@ -84,6 +85,21 @@ class Engine:
                 raise TimeoutError("a consumer waits")
 
 
+class Paused(VLLMServer):
+    """A server that notes when it is paused; what was told in between."""
+
+    def __init__(self, told: Any) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self.told, self.states = told, list[str]()
+
+    def pause(self) -> None:
+        assert self.told.empty(), "a consumer was asked before"
+        self.states.append("paused")
+
+    def resume(self) -> None:
+        self.states.append("resumed")
+
+
 @pytest.fixture
 def buffers(tmp_path: Path) -> Callable[[int], tuple[torch.Tensor, Handle]]:
     def make(size: int) -> tuple[torch.Tensor, Handle]:
@@ -113,16 +129,22 @@ def engine() -> Iterator[Engine]:
     made.told.close()
 
 
+@pytest.fixture
+def server(engine: Engine) -> Paused:
+    return Paused(engine.told)
+
+
 def fill(weights: dict[str, torch.Tensor], version: int) -> dict[str, Any]:
     for tensor in weights.values():
         tensor.fill_(version)
     return digests_of(weights)
 
 
-def test_every_consumer_gets_each_version_whole(tmp_path, weights, engine, buffers) -> None:
+def test_every_consumer_gets_each_version_whole(tmp_path, weights, engine, buffers, server) -> None:
+    """While the server computes nothing."""
     with (
         Publisher(tmp_path / "w", weights) as publisher,
-        CheckpointEngineSender(tmp_path / "w", DEVICES, engine, buffers=buffers, pickled=True) as sender,
+        CheckpointEngineSender(tmp_path / "w", DEVICES, engine, server=server, buffers=buffers, pickled=True) as sender,
     ):
         publisher.wait_for_consumers(1, DEADLINE_S)
         for version in (1, 2):
@@ -130,12 +152,14 @@ def test_every_consumer_gets_each_version_whole(tmp_path, weights, engine, buffe
             publisher.publish(version)
             assert sender.update(DEADLINE_S, BUCKET_BYTES) == version
             assert [engine.told.get(timeout=DEADLINE_S) for _ in DEVICES] == [expected, expected]
+    assert server.states == ["paused", "resumed"] * 2
 
 
 def test_a_consumer_that_fails_is_an_error_in_time_and_the_next_version_comes(
-    tmp_path, weights, engine, buffers
+    tmp_path, weights, engine, buffers, server
 ) -> None:
-    settings = {"buffers": buffers, "pickled": True, "answer_s": PATIENCE_S}
+    """The server stays paused in between: its consumers hold parts of a version."""
+    settings = {"server": server, "buffers": buffers, "pickled": True, "answer_s": PATIENCE_S}
     with (
         Publisher(tmp_path / "w", weights) as publisher,
         CheckpointEngineSender(tmp_path / "w", DEVICES, engine, **settings) as sender,
@@ -143,7 +167,7 @@ def test_a_consumer_that_fails_is_an_error_in_time_and_the_next_version_comes(
         publisher.wait_for_consumers(1, DEADLINE_S)
         publisher.publish(1)
         engine.refuses = "large"
-        with pytest.raises(LoadError, match="no large here"):
+        with pytest.raises(LoadError, match=r"no large here; vllm at .* is out of service until the next"):
             sender.update(DEADLINE_S, BUCKET_BYTES)
         publisher.publish(2)
         engine.refuses, engine.is_dead = None, True
@@ -156,8 +180,9 @@ def test_a_consumer_that_fails_is_an_error_in_time_and_the_next_version_comes(
         publisher.publish(3)
         assert sender.update(DEADLINE_S, BUCKET_BYTES) == 3
         assert engine.told.get(timeout=DEADLINE_S) == expected
+    assert server.states == ["paused", "paused", "paused", "resumed"]
 
 
-def test_pickle_has_to_be_asked_for(tmp_path, buffers) -> None:
+def test_pickle_has_to_be_asked_for(tmp_path, buffers, server) -> None:
     with pytest.raises(ConfigurationError, match="pass pickled=True"):
-        CheckpointEngineSender(tmp_path / "w", DEVICES, print, buffers=buffers)
+        CheckpointEngineSender(tmp_path / "w", DEVICES, print, server=server, buffers=buffers)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from tests.worker.ranks import DEADLINE_S
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from keepstep.errors import WeightsNotReady
+from keepstep.errors import UsageError, WeightsNotReady
 from keepstep.integrations.generation import GenerationEngine
 from keepstep.weights.publisher import Buffers, Publisher
 
@@ -113,3 +113,29 @@ def test_an_answer_of_a_certain_version(tmp_path: Path, models: tuple[torch.nn.M
             engine.subscriber.using(0.0, version=5),
         ):
             pass
+
+
+def test_keys_and_values_of_another_version_are_refused(tmp_path: Path) -> None:
+    """A conversation that goes on with its cache: of the same version it may."""
+    trained, served = MODELS["llama"]().eval(), MODELS["llama"]()
+    with (
+        Publisher(tmp_path / "w", trained) as publisher,
+        GenerationEngine(served, tmp_path / "w") as engine,
+    ):
+        publisher.wait_for_consumers(1, DEADLINE_S)
+        publisher.publish(1)
+        engine.subscriber.wait_for(1, DEADLINE_S)
+        cache = DynamicCache()
+        answer = engine.generate(PROMPT, cache=cache, **OPTIONS).output
+        returned = engine.generate(PROMPT, return_dict_in_generate=True, **OPTIONS).output.cache
+        longer = torch.cat([answer, PROMPT], 1)
+        engine.generate(longer, cache=cache, **OPTIONS)
+        publisher.publish(2)
+        engine.subscriber.wait_for(2, DEADLINE_S)
+        for given, of in ((cache, "version 1"), (returned, "version 1")):
+            with pytest.raises(UsageError, match=f"keys and values of {of}, and the weights are version 2"):
+                engine.generate(longer, cache=given, **OPTIONS)
+        given = DynamicCache()
+        served.generate(PROMPT, cache=given, **OPTIONS)
+        with pytest.raises(UsageError, match="keys and values of an unknown version"):
+            engine.generate(longer, cache=given, **OPTIONS)

@@ -10,12 +10,13 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
 
 from keepstep.engines.server import RELEASE_S, Server
 from keepstep.engines.sglang import SGLangServer
@@ -33,12 +34,13 @@ AGAIN_S = 1.0
 class ChangeGuard:
     """The driver's end of the pipe to its guard."""
 
-    def __init__(self, servers: Sequence[Server], locks: Sequence[int]) -> None:
+    def __init__(self, servers: Sequence[Server], locks: Sequence[int], files: Path | None = None) -> None:
         """Starts the guard.
 
         Args:
             servers: all servers that the driver may change.
             locks: descriptors of their locks, which the guard keeps until it ends.
+            files: a folder with versions, which the guard deletes if the driver has not.
         """
         self._urls = [server.url for server in servers]
         self._lock = threading.Lock()
@@ -46,7 +48,7 @@ class ChangeGuard:
             own_command("keepstep.engines.guard", str(os.getpid())),
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, pass_fds=locks,
         )  # fmt: skip
-        self._tell([server.described() for server in servers])
+        self._tell([[server.described() for server in servers], None if files is None else str(files)])
 
     @contextlib.contextmanager
     def watching(self, server: Server) -> Iterator[None]:
@@ -79,20 +81,23 @@ def main(driver: int) -> None:
         driver: its process id.
     """
     leave_signals_to_parent()
-    servers: list[Server] = []
     is_open: set[int] = set()
-    for line in _lines(driver):
-        content: Any = json.loads(line)
-        if isinstance(content[0], dict):
-            servers = [SERVERS[each["kind"]](each["url"], api_key=each["api_key"]) for each in content]
-        else:
-            number, opens = content
-            is_open = is_open | {number} if opens else is_open - {number}
+    lines = _lines(driver)
+    first = next(lines, None)
+    if first is None:
+        return
+    described, files = json.loads(first)
+    servers = [SERVERS[each["kind"]](each["url"], api_key=each["api_key"]) for each in described]
+    for line in lines:
+        number, opens = json.loads(line)
+        is_open = is_open | {number} if opens else is_open - {number}
     threads = [threading.Thread(target=end, args=(servers[number],)) for number in is_open]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if files is not None:
+        shutil.rmtree(files, ignore_errors=True)
 
 
 def end(server: Server) -> None:

@@ -52,9 +52,9 @@ def load_versions(
     if writes:
         check_installed("SGLang", ("safetensors",), "sglang")
     with (
-        ServerUpdates(servers, note=note) as updates,
-        VersionInbox(folder, name="keepstep weights load", deadline_s=deadline_s, keeps_values=writes) as inbox,
         tempfile.TemporaryDirectory(prefix="keepstep-versions-", dir=memory if writes else None) as parent,
+        ServerUpdates(servers, files=Path(parent), note=note) as updates,
+        VersionInbox(folder, name="keepstep weights load", deadline_s=deadline_s, keeps_values=writes) as inbox,
     ):
         while not stop.is_set():
             used = [each.path for each in updates.in_use()]

@@ -26,6 +26,8 @@ SHORT_S = 5.0
 """Timeout of a request that a live server answers at once, in seconds."""
 RELEASE_S = 10.0
 """Within this time after the death of what drives a server, the server answers with one whole version."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.02, 1.0
+"""Pauses between two calls of a server that has refused one, in seconds."""
 MAX_REASON = 2000
 """Characters of a server's answer that an error message quotes."""
 
@@ -119,6 +121,22 @@ class Server(abc.ABC):
         """
 
     @abc.abstractmethod
+    def pause(self) -> None:
+        """Lets no new request begin, and waits until no request is computed any more.
+
+        Raises:
+            KeepstepError: the server did not answer, or refused; it may be paused nevertheless.
+        """
+
+    @abc.abstractmethod
+    def resume(self) -> None:
+        """Discards what was computed before `pause`, and lets requests go on.
+
+        Raises:
+            KeepstepError: the server did not answer, or refused; it stays paused.
+        """
+
+    @abc.abstractmethod
     def change(self, newest: Callable[[], NewVersion]) -> int:
         """Changes the server's weights, and returns the version that it then has.
 
@@ -182,20 +200,22 @@ class Server(abc.ABC):
         except ValueError:
             return None
 
-    def repeat(self, attempt: Callable[[], T], within_s: float, pause_s: float = 0.05) -> T:
+    def repeat(self, attempt: Callable[[], T], within_s: float) -> T:
         """Calls ``attempt`` until it raises no `LoadError`, and returns what it returns.
+
+        The pauses between the calls become longer, since engines log each error with its traceback.
 
         Args:
             within_s: seconds after which the error is raised.
-            pause_s: seconds between two calls.
         """
-        until_s = time.monotonic() + within_s
+        until_s, pause_s = time.monotonic() + within_s, FIRST_PAUSE_S
         while True:
             try:
                 return attempt()
             except LoadError:
                 if time.monotonic() + pause_s > until_s or self.stop.wait(pause_s):
                     raise
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def __str__(self) -> str:
         return f"{self.kind} at {self.url}"

@@ -65,9 +65,7 @@ class SGLangServer(Server):
 
     def prepare(self, version: NewVersion) -> None:
         self._prepared = None
-        settings = self.get("server_info")
-        self._check_server(settings)
-        self._check_tensors(version, str(settings["model_path"]))
+        self._check_tensors(version)
         self.end()
         self._prepared = version
 
@@ -86,17 +84,17 @@ class SGLangServer(Server):
         if self._prepared is None or self._prepared.tensors != version.tensors:
             self.prepare(version)
         with self.ended_on_error():
-            self._stop()
+            self.pause()
             if newest().tensors == version.tensors:
                 version = newest()
             self._load(version)
-            self._go_on()
+            self.resume()
         return version.number
 
     # ---- a change ---------------------------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
-        """Stops the scheduler, with no request running and an empty cache."""
+    def pause(self) -> None:
+        self._check_server()
         if self.running is Running.IN_FLIGHT:  # they go back to the queue, and their keys and values are discarded
             self.post("pause_generation", {"mode": "retract"})
             return
@@ -161,30 +159,31 @@ class SGLangServer(Server):
             "weight_version": str(version.number),
             "flush_cache": True,
         }
+        self._is_stale = True  # until the server says something else
         try:
             self.post("update_weights_from_disk", content)
         except LoadError as error:
             if NOT_FLUSHED not in str(error):
+                self._is_stale = False
                 raise
-            self._is_stale = True
-            self.repeat(lambda: self.post("flush_cache"), self.answer_s)  # it is loaded, and nothing runs
             label = {"new_version": str(version.number), "abort_all_requests": False}
-            self._is_stale = False
             self.post("update_weight_version", label)
+
+    def resume(self) -> None:
+        self.repeat(lambda: self.post("flush_cache"), self.answer_s)
+        self._is_stale = False
+        self._go_on()
 
     def _go_on(self) -> None:
         self.post("continue_generation", {"torch_empty_cache": False}, SHORT_S)
 
     # ---- what the server can load -----------------------------------------------------------------------------------
 
-    def _check_server(self, settings: dict[str, Any]) -> None:
-        """Args:
-            settings: those with which the server was started.
-
-        Raises:
-            LoadError: the server is of a kind that goes on computing while it is paused, or keeps other caches.
+    def _check_server(self) -> None:
+        """Raises:
+        LoadError: the server is of a kind that goes on computing while it is paused, or keeps other caches.
         """
-        model = self.get("model_info")
+        settings, model = self.get("server_info"), self.get("model_info")
         for name in ("pp_size", "dp_size", "tokenizer_worker_num"):
             if (settings.get(name) or 1) > 1:
                 raise LoadError(f"{self.url} has {name} {settings[name]}: it cannot be stopped as a whole")
@@ -193,16 +192,13 @@ class SGLangServer(Server):
         if model.get("has_image_understanding") or model.get("has_audio_understanding"):
             raise LoadError(f"{self.url} caches embeddings of images or audio, and has no route that discards them")
 
-    def _check_tensors(self, version: NewVersion, path: str) -> None:
+    def _check_tensors(self, version: NewVersion) -> None:
         """SGLang ends at a tensor of another shape, and goes on with a mixture if one is missing.
-
-        Args:
-            version: its tensors are compared.
-            path: the checkpoint with which the server was started.
 
         Raises:
             LoadError: the published tensors are not those of the server's checkpoint; the message names one.
         """
+        path = str(self.get("server_info")["model_path"])
         folder = _folder(path)
         known = _tensors_in(folder)
         names = plain_names(name for name, _dtype, _shape in version.tensors)

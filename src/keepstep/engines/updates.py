@@ -31,9 +31,12 @@ LOCK_S = 15.0
 class ServerUpdates:
     """Has servers change to each version. It owns one thread for each server."""
 
-    def __init__(self, servers: Sequence[Server], *, note: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, servers: Sequence[Server], *, files: Path | None = None, note: Callable[[str], None] = lambda text: None
+    ) -> None:
         """Args:
         servers: the servers. Only one process at a time may drive each of them.
+        files: a folder with the versions, if they are in files; it is deleted if this process dies.
         note: gets a line for each change of a server's state.
 
         Raises:
@@ -42,8 +45,8 @@ class ServerUpdates:
         if len({server.url for server in servers}) < len(servers) or not servers:
             raise ConfigurationError(f"servers: {', '.join(map(str, servers)) or 'none'}; name one or more, each once")
         with contextlib.ExitStack() as stack:
-            locks = [stack.enter_context(_locked(server)) for server in servers]
-            self._guard = stack.enter_context(contextlib.closing(ChangeGuard(servers, locks)))
+            locks = [stack.enter_context(locked(server)) for server in servers]
+            self._guard = stack.enter_context(contextlib.closing(ChangeGuard(servers, locks, files)))
             self._changed = threading.Condition()
             self._newest: NewVersion | None = None
             self._is_over = False
@@ -218,7 +221,7 @@ def _as_failure(server: Server, error: Exception) -> KeepstepError:
 
 
 @contextlib.contextmanager
-def _locked(server: Server) -> Iterator[int]:
+def locked(server: Server) -> Iterator[int]:
     """Keeps other processes of this user on this machine from driving a server. Yields the lock's descriptor.
 
     The guard inherits it: so the next driver waits until the guard of a dead one has ended what that had left open.

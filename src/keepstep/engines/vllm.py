@@ -48,8 +48,10 @@ class VLLMServer(Server):
     def label(self) -> str:
         try:
             label = str(self.get("weight_info")["weight_version"])
-        except KeepstepError:
+        except KeepstepError as error:
             self._prepared = None
+            if isinstance(error, LoadError) and " with 404: " in str(error):
+                raise LoadError(f"{error}: start the server with VLLM_SERVER_DEV_MODE=1") from None
             raise
         if label != self._label:  # it was restarted
             self._prepared = None
@@ -86,8 +88,7 @@ class VLLMServer(Server):
             return error
         finally:
             self._close(selects=False)
-        self.discard_caches()
-        self.repeat(self.resume, self.answer_s)
+        self.resume()
         return None
 
     def change(self, newest: Callable[[], NewVersion]) -> int:
@@ -103,8 +104,7 @@ class VLLMServer(Server):
             self._label = str(number)
             self.finish_weight_update(self._label)
             self._is_open = False
-            self.discard_caches()
-            self.repeat(self.resume, self.answer_s)
+            self.resume()
         return number
 
     def _ask(self, number: int, *, use: bool = False) -> int:
@@ -153,12 +153,11 @@ class VLLMServer(Server):
         self.post("finish_weight_update", None if weight_version is None else {"weight_version": weight_version})
 
     def pause(self) -> None:
-        """Lets no new request begin, and waits for the running ones to be completed or interrupted."""
         self.post(f"pause?mode={PAUSE_MODE[self.running]}")
 
     def resume(self) -> None:
-        """Lets requests go on."""
-        self.post("resume", timeout_s=SHORT_S)
+        self.discard_caches()
+        self.repeat(lambda: self.post("resume", timeout_s=SHORT_S), self.answer_s)
 
     def discard_caches(self) -> None:
         """Discards what was computed with former weights: keys and values, outputs of encoders, processed inputs."""

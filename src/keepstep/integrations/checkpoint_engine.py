@@ -8,8 +8,9 @@ Security: the protocol is pickle over ZeroMQ, so any process that reaches a cons
 consumer. Therefore the caller must pass ``pickled=True``, the sockets are files in a folder of mode 0700, and the
 sender unpickles nothing.
 
-The sender notifies the consumers only after it has received a complete version. The protocol has no second copy of
-the weights: a consumer that fails halfway holds parts of two versions.
+The sender notifies the consumers only after it has received a complete version, and while the server computes no
+request. The protocol has no second copy of the weights: if a consumer fails halfway, the server holds parts of two
+versions, and stays out of service until the next whole one.
 
 Messages from the sender, each pickled. The consumer answers with an empty message, or with the text of its error::
 
@@ -32,7 +33,10 @@ from typing import Any, Self
 import torch
 import zmq
 
-from keepstep.errors import ConfigurationError, LoadError, SubscriberLost, UsageError
+from keepstep.engines.guard import ChangeGuard
+from keepstep.engines.server import Server
+from keepstep.engines.updates import locked
+from keepstep.errors import ConfigurationError, KeepstepError, LoadError, SubscriberLost, UsageError
 from keepstep.weights.inbox import VersionInbox
 from keepstep.weights.memory.bytes_of import byte_view
 from keepstep.weights.subscriber import DEFAULT_DEADLINE_S
@@ -84,7 +88,7 @@ class ConsumerSocket:
         except zmq.Again:
             raise SubscriberLost(f"the consumer at {self.address} has not answered in time") from None
         if answer:
-            raise LoadError(f"the consumer at {self.address}: {answer[:2000].decode(errors='replace')}")
+            raise LoadError(f"the consumer at {self.address}: {answer[:2000].decode(errors='replace').strip()}")
 
     def abort(self) -> None:
         """Sends the consumer an error, so that it does not wait forever. Does nothing if an answer is outstanding."""
@@ -106,6 +110,7 @@ class CheckpointEngineSender:
         consumers: Sequence[str],
         request: Callable[[dict[str, str]], None],
         *,
+        server: Server,
         buffers: Callable[[int], tuple[torch.Tensor, Handle]],
         pickled: bool = False,
         device: int = 0,
@@ -116,17 +121,23 @@ class CheckpointEngineSender:
         consumers: device of each consumer, as checkpoint-engine names it (``GPU-...``).
         request: starts the update in the engine and returns when the engine has finished it. It gets the ZeroMQ address
             for each device, and calls the engine's own interface (SGLang: POST of ``zmq_handles``).
+        server: the server to which the consumers belong. It is paused during an update, and its caches are discarded.
         buffers: allocates a buffer of a given number of bytes that a consumer can map. It returns the buffer and its
             handle (`cuda_handle`).
         pickled: must be True, to confirm that the consumers may unpickle messages.
         answer_s: timeout for a consumer to connect, and to answer each message, in seconds.
 
         Raises:
-            ConfigurationError: ``pickled`` is not True.
+            ConfigurationError: ``pickled`` is not True, or another process on this machine drives the server.
         """
         if pickled is not True:
             raise ConfigurationError("checkpoint-engine's protocol is pickle: pass pickled=True to speak it")
         self._consumers, self._request, self._buffers, self._answer_s = consumers, request, buffers, answer_s
+        self._server = server
+        self._open = contextlib.ExitStack()
+        self._guard = self._open.enter_context(
+            contextlib.closing(ChangeGuard([server], [self._open.enter_context(locked(server))]))
+        )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets = tempfile.TemporaryDirectory(prefix="keepstep-ce-")  # mode 0700
         self._numbers = itertools.count()
@@ -143,8 +154,8 @@ class CheckpointEngineSender:
             bucket_bytes: size of the buffer. The sender allocates more if a single tensor is larger.
 
         Raises:
-            SubscriberLost, LoadError: a consumer or ``request`` failed, or did not answer in time. The consumers may
-                hold parts of two versions.
+            SubscriberLost, LoadError: a consumer, the server or ``request`` failed, or did not answer in time. If the
+                consumers may hold parts of two versions, the message says that the server is out of service.
             KeepstepError: no version arrived in time; with the reason, if known.
         """
         version, tensors = self._inbox.take(timeout_s)
@@ -154,24 +165,44 @@ class CheckpointEngineSender:
             name: ConsumerSocket(self._context, Path(self._sockets.name) / f"{next(self._numbers)}", self._answer_s)
             for name in self._consumers
         }
-        asking = _Asking(self._request, {name: socket.address for name, socket in sockets.items()})
         try:
+            with self._guard.watching(self._server):
+                self._pause()
+        except BaseException:  # also on KeyboardInterrupt: the sockets are files
+            for socket in sockets.values():
+                socket.close()
+            raise
+        try:
+            asking = _Asking(self._request, {name: socket.address for name, socket in sockets.items()})
             for content in itertools.chain([handle], _buckets(tensors, buffer), [None, None]):
                 for socket in sockets.values():
                     socket.tell(content)
-        except BaseException:  # also on KeyboardInterrupt: no consumer must keep waiting
+            asking.wait(self._answer_s)
+        except BaseException as error:  # also on KeyboardInterrupt: no consumer must keep waiting
             for socket in sockets.values():
                 socket.abort()
+            if isinstance(error, KeepstepError):
+                raise type(error)(f"{error}; {self._server} is out of service until the next whole version") from error
             raise
         finally:
             for socket in sockets.values():
                 socket.close()
-        asking.wait(self._answer_s)
+        with self._guard.watching(self._server):
+            self._server.resume()
         self.version = version
         return version
 
+    def _pause(self) -> None:
+        try:
+            self._server.pause()
+        except BaseException:  # also on KeyboardInterrupt: nothing was sent yet, so requests may go on
+            with contextlib.suppress(KeepstepError):
+                self._server.resume()
+            raise
+
     def close(self) -> None:
         """Disconnects from the publisher. The consumers keep their weights."""
+        self._open.close()
         self._inbox.close()
         self._context.term()
         self._sockets.cleanup()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
+from keepstep.errors import UsageError
 from keepstep.weights.subscriber import DEFAULT_DEADLINE_S, Subscriber
 
 
@@ -49,6 +52,8 @@ class GenerationEngine:
             version that waits for it fails, and the engine continues with a later one.
         """
         self.model = model.eval()
+        self._caches: weakref.WeakKeyDictionary[Cache, int] = weakref.WeakKeyDictionary()
+        """Cache of keys and values -> the version that has filled it."""
         self.subscriber = Subscriber(folder, into=model, device=device, name=name, deadline_s=deadline_s)
         """The subscriber: its current version, its condition, and the error of the latest failed version."""
 
@@ -60,16 +65,31 @@ class GenerationEngine:
     def generate(self, *arguments: Any, version: int | None = None, **options: Any) -> Generated:
         """Calls the model's ``generate``. All tokens come from the same version of the weights.
 
+        A `transformers.Cache` of keys and values is used by answers of one version only.
+
         Args:
             arguments, options: for ``generate``. A streamer gets tokens of this version only.
             version: wait for exactly this version; by default, use the newest.
 
         Raises:
             WeightsNotReady: there was no version, or not the requested one, within the deadline.
+            UsageError: a cache that was passed holds keys and values of another version.
             Exception: any exception that ``generate`` raises.
         """
         with self.subscriber.using(version=version) as present, torch.inference_mode():
-            return Generated(present, self.model.generate(*arguments, **options))
+            given = _caches_in((*arguments, *options.values()))
+            for cache in given:
+                self._check_cache(cache, present)
+            output = self.model.generate(*arguments, **options)
+            returned = _caches_in(output.values()) if isinstance(output, dict) else []
+            self._caches.update(dict.fromkeys((*given, *returned), present))
+            return Generated(present, output)
+
+    def _check_cache(self, cache: Cache, version: int) -> None:
+        of = self._caches.get(cache)
+        if cache.get_seq_length() and of != version:
+            known = "an unknown version" if of is None else f"version {of}"
+            raise UsageError(f"the cache holds keys and values of {known}, and the weights are version {version}")
 
     def close(self) -> None:
         """Disconnects from the publisher. The model keeps its weights."""
@@ -82,3 +102,7 @@ class GenerationEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _caches_in(values: Iterable[Any]) -> list[Cache]:
+    return [each for each in values if isinstance(each, Cache)]

@@ -209,8 +209,10 @@ class _Rehearsal:
         """
         for name, layer in self._model.named_modules():
             info = layerwise.get_layerwise_info(layer)
-            if not info.load_numel or hasattr(layer, "num_embeddings_padded"):
-                continue  # a padded vocabulary is not loaded whole
+            if not info.load_numel or layerwise.is_deferred_attention_layer(layer):
+                continue
+            if hasattr(layer, "num_embeddings_padded"):  # a padded vocabulary is not loaded whole
+                continue
             given = {parameter for parameter, _arguments in info.loaded_weights}
             missing = [f"{name}.{each}" for each in _parameters_of(layer) if each not in given]
             if missing or info.load_numel < _numel(layer):

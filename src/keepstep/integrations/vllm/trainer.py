@@ -181,14 +181,11 @@ class _ClientServer(VLLMServer):
         self._tell(self._client.finish_weight_update, weight_version)
 
     def pause(self) -> None:
-        self.resume()
+        self._drained.close()  # of a change that has failed
         self._drained.enter_context(self._draining())
 
     def resume(self) -> None:
-        self._drained.close()
-
-    def discard_caches(self) -> None:
-        """Is a part of ``draining``."""
+        self._drained.close()  # which discards the caches
 
     def _tell(self, method: Callable[..., None], *arguments: object) -> None:
         try:
