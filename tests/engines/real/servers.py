@@ -54,10 +54,15 @@ class RealServer:
         self.kind, self.model, self.port = kind, model, port
         self.url = f"http://127.0.0.1:{port}"
         self.log = model.parent / f"{kind}-{port}.log"
+        self._command, self._environment = command, environment
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, also once more after `kill`."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                cwd=model.parent, env={**os.environ, **environment},
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                cwd=self.model.parent, env={**os.environ, **self._environment},
             )  # fmt: skip
 
     def wait_until_healthy(self) -> None:
@@ -122,11 +127,13 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def vllm_server(model: Path, *arguments: str, port: int | None = None) -> Iterator[RealServer]:
+def vllm_server(
+    model: Path, *arguments: str, port: int | None = None, python: str = sys.executable
+) -> Iterator[RealServer]:
     """A vLLM server with keepstep's backend."""
     port = port or free_port()
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
         "--skip-tokenizer-init", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4",
         "--enforce-eager", "--port", str(port), "--weight-transfer-config", '{"backend":"keepstep"}', *arguments,
     ]  # fmt: skip
@@ -142,11 +149,13 @@ def vllm_server(model: Path, *arguments: str, port: int | None = None) -> Iterat
 
 
 @contextlib.contextmanager
-def sglang_server(model: Path, *arguments: str, port: int | None = None) -> Iterator[RealServer]:
+def sglang_server(
+    model: Path, *arguments: str, port: int | None = None, python: str = sys.executable
+) -> Iterator[RealServer]:
     """An SGLang server, in which torch computes what SGLang's kernels compute on a GPU."""
     port = port or free_port()
     command = [
-        sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--skip-tokenizer-init",
+        python, "-m", "sglang.launch_server", "--model-path", str(model), "--skip-tokenizer-init",
         "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
         "--dtype", "float32", "--mem-fraction-static", "0.3", "--disable-overlap-schedule", "--disable-cuda-graph",
         "--max-total-tokens", "4096", "--sleep-on-idle", "--port", str(port), *arguments,
