@@ -23,7 +23,9 @@ def dying(*arguments: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-updates = ServerUpdates([server(url)], files=path)
+updates = ServerUpdates([server(url)], memory=path.parent if path else "/dev/shm")
+if path is not None and updates.files is not None:
+    path = path.rename(updates.files / path.name)
 updates.bring(NewVersion(1, "w", tensors, path))
 setattr(server, method, dying)
 updates.bring(NewVersion(2, "w", tensors, path))

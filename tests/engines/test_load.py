@@ -15,6 +15,7 @@ from tests.worker.ranks import DEADLINE_S
 from keepstep.engines.load import load_versions
 from keepstep.engines.server import Running, Server
 from keepstep.engines.sglang import SGLangServer
+from keepstep.engines.updates import ServerUpdates
 from keepstep.engines.vllm import VLLMServer
 from keepstep.weights.publisher import Publisher
 
@@ -44,10 +45,9 @@ class Loading:
         self.memory.mkdir()
         self.publisher = Publisher(folder / "w", weights, copies=True)
         self._stop = threading.Event()
+        self.updates = ServerUpdates(servers, memory=self.memory, note=self.notes.append)
         self._thread = threading.Thread(
-            target=load_versions,
-            args=(folder / "w", servers, self._stop),
-            kwargs={"memory": self.memory, "note": self.notes.append},
+            target=load_versions, args=(folder / "w", self.updates, self._stop), kwargs={"note": self.notes.append}
         )
         self._thread.start()
         self.publisher.wait_for_consumers(1, DEADLINE_S)
@@ -66,6 +66,7 @@ class Loading:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        self.updates.close()
         self.publisher.close()
 
 

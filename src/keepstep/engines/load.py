@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from keepstep.engines.names import plain_names
-from keepstep.engines.server import NewVersion, Server
-from keepstep.engines.sglang import SGLangServer
+from keepstep.engines.server import NewVersion
 from keepstep.engines.updates import ServerUpdates
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.programs import check_installed
@@ -24,10 +22,9 @@ LOOK_S = 0.2
 
 def load_versions(
     folder: str | Path,
-    servers: Sequence[Server],
+    updates: ServerUpdates,
     stop: threading.Event,
     *,
-    memory: str | Path = "/dev/shm",
     deadline_s: float = DEFAULT_DEADLINE_S,
     note: Callable[[str], None] = lambda text: None,
 ) -> None:
@@ -38,27 +35,23 @@ def load_versions(
 
     Args:
         folder: the publishers' folder.
-        servers: the servers. No other process may drive them.
-        stop: ends it, once a change that is under way is complete.
-        memory: parent folder for the versions as files, if a server loads files. It holds the newest version, and
-            those that a server is loading.
+        updates: what drives the servers. Its folder for files holds the newest version, and those that a server is
+            loading.
+        stop: ends it.
         deadline_s: see `keepstep.Subscriber`.
-        note: gets a line for each change of a server's state.
+        note: gets a line for each version that cannot be given to a server.
 
     Raises:
-        ConfigurationError: safetensors is missing; or another process drives one of the servers.
+        ConfigurationError: safetensors is missing, and a server reads files.
     """
-    writes = any(isinstance(server, SGLangServer) for server in servers)
-    if writes:
+    files = updates.files
+    if files is not None:
         check_installed("SGLang", ("safetensors",), "sglang")
-    with (
-        tempfile.TemporaryDirectory(prefix="keepstep-versions-", dir=memory if writes else None) as parent,
-        ServerUpdates(servers, files=Path(parent), note=note) as updates,
-        VersionInbox(folder, name="keepstep weights load", deadline_s=deadline_s, keeps_values=writes) as inbox,
-    ):
+    name = "keepstep weights load"
+    with VersionInbox(folder, name=name, deadline_s=deadline_s, keeps_values=files is not None) as inbox:
         while not stop.is_set():
             used = [each.path for each in updates.in_use()]
-            for path in Path(parent).iterdir():
+            for path in [] if files is None else files.iterdir():
                 if path not in used:
                     shutil.rmtree(path)
             try:
@@ -69,7 +62,7 @@ def load_versions(
                 (name, str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in tensors.items()
             )
             try:
-                new = _write(Path(parent) / str(number), tensors) if writes else None
+                new = None if files is None else _write(files / str(number), tensors)
             except ConfigurationError as error:
                 note(f"version {number}: {error}")
                 continue

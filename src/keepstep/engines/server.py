@@ -64,6 +64,8 @@ class Server(abc.ABC):
 
     kind: ClassVar[str]
     """The engine's name, as in the flags of ``keepstep weights load``."""
+    reads_files: ClassVar[bool] = False
+    """Whether it loads versions from files."""
 
     def __init__(
         self, url: str, *, running: Running = Running.DRAIN, api_key: str | None = None, answer_s: float = ANSWER_S

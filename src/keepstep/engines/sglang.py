@@ -34,6 +34,7 @@ class SGLangServer(Server):
     """A server whose scheduler can be stopped: one pipeline stage, one data-parallel rank, one tokenizer."""
 
     kind = "sglang"
+    reads_files = True
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from typing import Self
 
 from keepstep.engines.guard import ChangeGuard
 from keepstep.engines.server import NewVersion, Server
-from keepstep.errors import ConfigurationError, KeepstepError, LoadError
+from keepstep.errors import ConfigurationError, KeepstepError, LoadError, SubscriberLost
 from keepstep.systemcalls import lock
 
 LOOK_S = 1.0
@@ -32,11 +32,15 @@ class ServerUpdates:
     """Has servers change to each version. It owns one thread for each server."""
 
     def __init__(
-        self, servers: Sequence[Server], *, files: Path | None = None, note: Callable[[str], None] = lambda text: None
+        self,
+        servers: Sequence[Server],
+        *,
+        memory: str | Path = "/dev/shm",
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Args:
         servers: the servers. Only one process at a time may drive each of them.
-        files: a folder with the versions, if they are in files; it is deleted if this process dies.
+        memory: parent of the folder for versions in files.
         note: gets a line for each change of a server's state.
 
         Raises:
@@ -46,7 +50,12 @@ class ServerUpdates:
             raise ConfigurationError(f"servers: {', '.join(map(str, servers)) or 'none'}; name one or more, each once")
         with contextlib.ExitStack() as stack:
             locks = [stack.enter_context(locked(server)) for server in servers]
-            self._guard = stack.enter_context(contextlib.closing(ChangeGuard(servers, locks, files)))
+            self.files: Path | None = None
+            """A folder for versions in files, if a server reads files. It is deleted at the end, also by SIGKILL."""
+            if any(server.reads_files for server in servers):
+                folder = tempfile.TemporaryDirectory(prefix="keepstep-versions-", dir=memory)
+                self.files = Path(stack.enter_context(folder))
+            self._guard = stack.enter_context(contextlib.closing(ChangeGuard(servers, locks, self.files)))
             self._changed = threading.Condition()
             self._newest: NewVersion | None = None
             self._is_over = False
@@ -54,8 +63,13 @@ class ServerUpdates:
             self._open = stack.pop_all()
 
     @property
+    def urls(self) -> list[str]:
+        """All servers."""
+        return [driver.server.url for driver in self._drivers]
+
+    @property
     def versions(self) -> dict[str, tuple[int, float]]:
-        """The version of each server that has one, and since when (POSIX time), by URL."""
+        """The version of each server that has one and answers, and since when (POSIX time), by URL."""
         with self._changed:
             return {d.server.url: (d.version, d.since_s) for d in self._drivers if d.version is not None}
 
@@ -203,7 +217,10 @@ class _Driver:
             if version != self.version or (error is None and self.error is not None):
                 self._note(f"{self.server} has version {version}")
                 self.since_s = time.time()
-            self.version, self.error = version, error
+            self.version = (
+                None if isinstance(error, SubscriberLost) else version
+            )  # it may be restarted with another one
+            self.error = error
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S) if isinstance(error, LoadError) else LOOK_S
             newest = self._updates._newest
             if after is not None and (newest is after or (newest is not None and newest.number == version)):

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from keepstep.cli.cluster import weights, weights_metrics
-from keepstep.cli.cluster.weights_metrics import metrics_in, metrics_text
-from keepstep.errors import ConfigurationError
+from keepstep.cli.cluster.weights_metrics import metrics_in, metrics_text, server_metrics_text
+from keepstep.errors import ConfigurationError, LoadError
 
 BEFORE: Any = SimpleNamespace(version=None, num_tunnels=0, num_bytes=0)
 LATER: Any = SimpleNamespace(version=17, num_tunnels=3, num_bytes=2**40)
@@ -38,6 +38,19 @@ def test_before_the_first_version_and_later() -> None:
         (f"{name}received_bytes_total", "serve"): 2**40,
         (f"{name}link_bytes_per_second", "engine-1", "serve"): 0,
         (f"{name}link_bytes_per_second", "engine-2", "engine-1"): 1.25e9,
+    }
+
+
+def test_which_server_has_which_version_since_when() -> None:
+    updates: Any = SimpleNamespace(
+        urls=["http://a", "http://b"], versions={"http://a": (7, 1764500000.25)}, failures={"http://b": LoadError("x")}
+    )
+    name = "keepstep_weights_server_"
+    assert told(server_metrics_text(updates)) == {
+        (f"{name}version", "http://a"): 7,
+        (f"{name}version_since_seconds", "http://a"): 1764500000.25,
+        (f"{name}failed", "http://a"): 0,
+        (f"{name}failed", "http://b"): 1,
     }
 
 

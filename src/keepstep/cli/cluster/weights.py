@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.cli.cluster.weights_metrics import metrics_in, metrics_text
+from keepstep.cli.cluster.weights_metrics import metrics_in, metrics_text, server_metrics_text
 from keepstep.engines.server import Running, Server
 from keepstep.engines.sglang import SGLangServer
 from keepstep.engines.vllm import VLLMServer
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     if getattr(chosen, "parent", None) is not None:
         end_with_parent(chosen.parent, END_AT_ONCE)
         leave_signals_to_parent()
-    if chosen.command != "load" and chosen.metrics is not None:
+    if chosen.metrics is not None:
         check_target("--metrics", Path(chosen.metrics))
     stop = threading.Event()
     ends = [number for number, disposition in dispositions(Program.VIEW).items() if disposition is Disposition.END]
@@ -101,11 +101,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
             "--job-tls", default="auto", metavar="auto|off|FILES",
             help="the --tls of the job's nodes (default: %(default)s)",
         )  # fmt: skip
+        each.add_argument("--tls", action="store_true", help="encrypt; set it on all nodes or on none")
+    for each in (serve, receive, load):
         each.add_argument(
             "--metrics", metavar="FILE", help="for Prometheus' textfile collector: a name ending in .prom"
         )
-        each.add_argument("--tls", action="store_true", help="encrypt; set it on all nodes or on none")
-    for each in (serve, receive, load):
         each.add_argument(
             "--deadline", type=float, default=DEFAULT_DEADLINE_S, metavar="SECONDS",
             help="time without progress after which a version fails, as the publishers have it (default: %(default)s)",
@@ -155,6 +155,7 @@ def _note(text: str) -> None:
 
 def _load(chosen: argparse.Namespace, stop: threading.Event) -> int:
     from keepstep.engines.load import load_versions
+    from keepstep.engines.updates import ServerUpdates
 
     keys = [
         None if path is None else read_private(Path(path), flag).strip()
@@ -164,7 +165,11 @@ def _load(chosen: argparse.Namespace, stop: threading.Event) -> int:
         VLLMServer(url, running=chosen.running, api_key=keys[0], is_part=chosen.part) for url in chosen.vllm
     ]
     servers += [SGLangServer(url, running=chosen.running, api_key=keys[0], admin_key=keys[1]) for url in chosen.sglang]
-    load_versions(chosen.folder, servers, stop, memory=chosen.memory, deadline_s=chosen.deadline, note=_note)
+    with (
+        ServerUpdates(servers, memory=chosen.memory, note=_note) as updates,
+        metrics_in(chosen.metrics, lambda: server_metrics_text(updates), _note),
+    ):
+        load_versions(chosen.folder, updates, stop, deadline_s=chosen.deadline, note=_note)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``keepstep weights --metrics FILE``: metrics of a node's transfers, in a file for Prometheus.
+"""``keepstep weights --metrics FILE``: metrics of a node's transfers, or of its servers, in a file for Prometheus.
 
 The textfile collector of Prometheus' node_exporter reads the file. keepstep opens no port for metrics, so they need no
 credentials.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from keepstep.trace.targets import write_whole
 
 if TYPE_CHECKING:
+    from keepstep.engines.updates import ServerUpdates
     from keepstep.weights.remote.switch import Switch
 
 WRITE_S = 5.0
@@ -70,13 +71,18 @@ def metrics_text(node: str, switch: Switch, links: Mapping[str, tuple[str, float
     versions: list[Sample] = [] if switch.version is None else [(own, switch.version)]
     return "".join(
         (
-            _family("version", "gauge", "The last version that passed through this node and counts.", versions),
-            _family("tunnels", "gauge", "Consumers that are reached through this node.", [(own, switch.num_tunnels)]),
+            _family("node_version", "gauge", "The last version that passed through this node and counts.", versions),
             _family(
-                "received_bytes_total", "counter", "Buckets that have come to this node.", [(own, switch.num_bytes)]
+                "node_tunnels", "gauge", "Consumers that are reached through this node.", [(own, switch.num_tunnels)]
             ),
             _family(
-                "link_bytes_per_second",
+                "node_received_bytes_total",
+                "counter",
+                "Buckets that have come to this node.",
+                [(own, switch.num_bytes)],
+            ),
+            _family(
+                "node_link_bytes_per_second",
                 "gauge",
                 "How fast buckets came to a node in its latest update; 0 before the first.",
                 fed,
@@ -85,8 +91,23 @@ def metrics_text(node: str, switch: Switch, links: Mapping[str, tuple[str, float
     )
 
 
+def server_metrics_text(updates: ServerUpdates) -> str:
+    """Returns the version of each server in Prometheus' text format."""
+    versions, failures = updates.versions, updates.failures
+    numbers: list[Sample] = [({"server": url}, number) for url, (number, _since_s) in versions.items()]
+    times: list[Sample] = [({"server": url}, since_s) for url, (_number, since_s) in versions.items()]
+    failed: list[Sample] = [({"server": url}, float(url in failures)) for url in updates.urls]
+    return "".join(
+        (
+            _family("server_version", "gauge", "The version that an inference server has.", numbers),
+            _family("server_version_since_seconds", "gauge", "Since when, as POSIX time.", times),
+            _family("server_failed", "gauge", "Whether it has failed with the newest version.", failed),
+        )
+    )
+
+
 def _family(name: str, kind: str, what: str, samples: Sequence[Sample]) -> str:
-    name = f"keepstep_weights_node_{name}"
+    name = f"keepstep_weights_{name}"
     lines = [f"{name}{{{_labels(labels)}}} {value:.17g}\n" for labels, value in samples]
     return "".join((f"# HELP {name} {what}\n", f"# TYPE {name} {kind}\n", *lines)) if lines else ""
 
