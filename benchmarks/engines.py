@@ -44,7 +44,7 @@ WORKER = Path(__file__).resolve().parent / "train_engines.py"
 NUM_RANKS = 3
 START_S, END_S = 600.0, 60.0
 """Limits for the start of the job and of servers, and for an end."""
-QUICK = {"steps": 60, "kill_rank": 20.0, "kill_server": 60.0, "kill_driver": 45.0}
+QUICK = {"steps": 150, "kill_rank": 20.0, "kill_server": 60.0, "kill_driver": 45.0, "quiet_end": 200.0}
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,7 @@ class Killer:
         now_s = time.monotonic()
         self._intervals_s = {"rank": args.kill_rank, "server": args.kill_server, "driver": args.kill_driver}
         self._due_s = {what: now_s + interval_s for what, interval_s in self._intervals_s.items()}
+        self._last_s = now_s + args.steps * args.every - args.quiet_end
         self._kill = {"rank": self._kill_rank, "server": self._kill_server, "driver": self._kill_driver}
         self._threads: list[threading.Thread] = []
 
@@ -180,7 +181,7 @@ class Killer:
         if self._driver.poll() is not None:
             raise JobFailed(f"weights load has ended with exit code {self._driver.returncode}")
         for what, due_s in self._due_s.items():
-            if time.monotonic() >= due_s:
+            if time.monotonic() >= due_s and (what == "rank" or time.monotonic() < self._last_s):
                 self._kill[what](self.counts[what])
                 self.counts[what] += 1
                 self._due_s[what] += self._intervals_s[what]
@@ -334,6 +335,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kill-rank", type=float, default=30.0, help="seconds (default: %(default)s)")
     parser.add_argument("--kill-server", type=float, default=300.0, help="seconds (default: %(default)s)")
     parser.add_argument("--kill-driver", type=float, default=420.0, help="seconds (default: %(default)s)")
+    parser.add_argument(
+        "--quiet-end", type=float, default=240.0,
+        help="at the end nothing but ranks is killed for so long, so that all servers are up (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--pause", type=float, default=0.2, help="seconds between requests (default: %(default)s)")
     parser.add_argument("--settle", type=float, default=10.0, help="seconds at the end (default: %(default)s)")
     for kind in ("vllm", "sglang"):
