@@ -261,6 +261,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         running.wait(START_S)
         stop.wait(args.settle)
         labels = [each.server.get("weight_info" if each.server.kind == "vllm" else "model_info") for each in asked]
+    raw = [
+        {"answers": [vars(one) for one in each.answers], "lives": each.lives, "errors": each.errors} for each in asked
+    ]
+    (folder / "answers.json").write_text(json.dumps(raw), encoding="ascii")
     one, other = (torch.load(each / "final.pt", weights_only=True) for each in (plain, out))
     lines = [json.loads(line) for line in (out / "versions.jsonl").read_text(encoding="ascii").splitlines()]
     published = [(at_s, number) for number, at_s in lines]
