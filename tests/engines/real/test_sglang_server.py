@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,12 @@ pytest.importorskip("sglang", reason="SGLang is not installed: make test-engines
 
 import torch
 from tests.engines.real.asking import NUM_TOKENS, PROMPTS, Load, Versions, check
+from tests.engines.real.programs import Program, loading
 from tests.engines.real.servers import RealServer, sglang_server, write_model
 
 import keepstep
 from keepstep.engines.server import RELEASE_S
 
-DEADLINE_S = 120.0
 NUM_VERSIONS = 8
 NUM_KILLS = 6
 BETWEEN_S = 0.5
@@ -46,54 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("w") / "w"
 
 
-class Loader:
-    """``keepstep weights load`` as a process."""
-
-    def __init__(self, folder: Path, server: RealServer, log: Path) -> None:
-        self.log = log
-        command = [
-            sys.executable, "-P", "-m", "keepstep.cli.main", "weights", "load", str(folder), "--sglang", server.url,
-        ]  # fmt: skip
-        with log.open("w") as written:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=written)
-
-    def said(self) -> str:
-        """What it has printed."""
-        return self.log.read_text(errors="replace")
-
-    def await_line(self, text: str) -> None:
-        """Waits until it has printed a text."""
-        wait_until(lambda: text in self.said(), lambda: f"no {text!r} in:\n{self.said()}")
-
-    def stop(self) -> None:
-        """Ends it as its supervisor would."""
-        self.process.terminate()
-        assert self.process.wait(DEADLINE_S) == 0, self.said()
-
-    def kill(self) -> None:
-        """Kills it."""
-        self.process.kill()
-        self.process.wait()
-
-
-@contextlib.contextmanager
-def loading(folder: Path, server: RealServer, log: Path) -> Iterator[Loader]:
-    """A loader, which is ended at last."""
-    loader = Loader(folder, server, log)
-    try:
-        yield loader
-        loader.stop()
-    finally:
-        loader.kill()
-
-
-def wait_until(is_so: Callable[[], bool], told: Callable[[], str]) -> None:
-    until_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < until_s, told()
-        threading.Event().wait(0.01)
-
-
 def label(server: RealServer) -> str:
     return str(server.get("model_info")["weight_version"])
 
@@ -109,7 +59,7 @@ def test_under_load_every_answer_is_that_of_one_version(server: RealServer, fold
     versions, times = Versions(server.model, first=100), dict[int, tuple[float, float]]()
     with (
         contextlib.closing(keepstep.Publisher(folder, versions.model, copies=True)) as publisher,
-        loading(folder, server, tmp_path / "log") as loader,
+        loading(folder, tmp_path / "log", server) as loader,
     ):
         publisher.publish(100)
         loader.await_line("has version 100")
@@ -146,14 +96,14 @@ def test_a_loader_that_is_killed_again_and_again_leaves_a_server_that_answers(
                 errors.append(error)
 
         publisher.publish(200)
-        with loading(folder, server, tmp_path / "log") as loader:
+        with loading(folder, tmp_path / "log", server) as loader:
             loader.await_line("has version 200")
         with Load(server) as load:
             publishing = threading.Thread(target=publish)
             publishing.start()
             try:
                 for i in range(NUM_KILLS):
-                    loader = Loader(folder, server, tmp_path / f"log-{i}")
+                    loader = Program(tmp_path / f"log-{i}", "load", folder, "--sglang", server.url)
                     try:
                         loader.await_line("has version")
                         threading.Event().wait(draw.uniform(0.0, 2 * BETWEEN_S))
@@ -167,7 +117,7 @@ def test_a_loader_that_is_killed_again_and_again_leaves_a_server_that_answers(
                 publishing.join()
         assert errors == []
         check(versions, load.answers, times)
-        with loading(folder, server, tmp_path / "last") as loader:
+        with loading(folder, tmp_path / "last", server) as loader:
             loader.await_line(f"has version {versions.newest}")
             has(server, versions, versions.newest)
 
@@ -200,7 +150,7 @@ def test_what_the_model_cannot_load_is_refused_by_name(
     bad = change({name: each.detach() for name, each in versions.model.named_parameters()})
     with (
         contextlib.closing(keepstep.Publisher(folder, versions.model, copies=True)) as publisher,
-        loading(folder, server, tmp_path / "log") as loader,
+        loading(folder, tmp_path / "log", server) as loader,
     ):
         publisher.publish(300)
         loader.await_line("has version 300")

