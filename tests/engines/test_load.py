@@ -17,6 +17,7 @@ from keepstep.engines.server import Running, Server
 from keepstep.engines.sglang import SGLangServer
 from keepstep.engines.updates import ServerUpdates
 from keepstep.engines.vllm import VLLMServer
+from keepstep.errors import ConfigurationError
 from keepstep.weights.publisher import Publisher
 
 Weights = dict[str, torch.Tensor]
@@ -87,6 +88,11 @@ def test_each_version_is_loaded_whole_and_only_the_newest_is_kept(
             assert all(bool((each == version).all()) for each in server.loaded.values())
         wait_until(lambda: len(list(loading.memory.glob("*/*"))) == 1, "former versions are gone")
     assert not list(loading.memory.iterdir())
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path, server: SGLang) -> None:
+    with pytest.raises(ConfigurationError, match=f"no folder for versions in {tmp_path}/missing"):
+        ServerUpdates([SGLangServer(server.url)], memory=tmp_path / "missing")
 
 
 def test_requests_that_run_are_completed_first(tmp_path: Path, server: SGLang, weights: Weights) -> None:

@@ -103,7 +103,7 @@ def test_a_driver_that_is_killed_leaves_a_server_that_answers(
     command = [sys.executable, Path(__file__).with_name("dying.py"), "vllm", server.url, method, when]
     driver = subprocess.run(command, check=False, timeout=DEADLINE_S)
     assert driver.returncode == -signal.SIGKILL
-    wait_until(lambda: "resume" in server.calls[-3:] and server.session is None, f"the guard: {server.calls}")
+    wait_until(lambda: "resume" in server.calls[-3:] and server.session is None, f"the watcher: {server.calls}")
     assert server.answer() == (expected, expected)
     assert server.label == str(expected)
     with ServerUpdates([VLLMServer(server.url)]) as updates:
@@ -129,7 +129,7 @@ def test_a_driver_of_sglang_that_is_killed_leaves_a_server_that_answers(
     server.cached = 0
     wait_until(lambda: server.calls[-1] == "continue_generation" and server.cached is None, f"{server.calls}")
     assert server.answer() == (expected, expected)
-    wait_until(lambda: not list(tmp_path.glob("keepstep-versions-*")), "the guard deletes them last")
+    wait_until(lambda: not list(tmp_path.glob("keepstep-versions-*")), "the watcher deletes them last")
     server.close()
 
 
@@ -148,7 +148,7 @@ def test_a_version_that_only_some_workers_have_is_loaded_by_none(server: VLLM, m
 
 
 def test_a_new_driver_ends_what_an_earlier_one_has_left_open(server: VLLM) -> None:
-    """One that died together with its guard, as when a node loses its power."""
+    """One that died together with its watcher, as when a node loses its power."""
     server.is_paused, server.session = True, 0
     with ServerUpdates([VLLMServer(server.url)]) as updates:
         updates.prepare(version(0))
@@ -210,7 +210,7 @@ def test_a_slow_server_holds_up_no_other_one(server: VLLM) -> None:
 
 
 def test_only_one_process_drives_a_server(server: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepstep.engines.updates.LOCK_S", 0.1)
+    monkeypatch.setattr("keepstep.engines.watcher.LOCK_S", 0.1)
     first = ServerUpdates([VLLMServer(server.url)])
     with pytest.raises(ConfigurationError, match=r"another process on this machine drives vllm at http"):
         ServerUpdates([VLLMServer(server.url)])

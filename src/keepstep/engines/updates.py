@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
-import os
-import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from keepstep.engines.guard import ChangeGuard
 from keepstep.engines.server import NewVersion, Server
+from keepstep.engines.watcher import ChangeWatcher
 from keepstep.errors import ConfigurationError, KeepstepError, LoadError, SubscriberLost
-from keepstep.systemcalls import lock
 
 LOOK_S = 1.0
 """How often each server is asked for its version: so one that was restarted, or was gone, gets the newest one."""
 MAX_PAUSE_S = 30.0
 """The longest pause before a server that has refused the newest version is asked to load it again."""
-LOCK_S = 15.0
-"""How long to wait for the process that drove a server before this one, or for its guard."""
 
 
 class ServerUpdates:
@@ -44,22 +37,25 @@ class ServerUpdates:
         note: gets a line for each change of a server's state.
 
         Raises:
-            ConfigurationError: another process on this machine drives one of them, or one is named twice.
+            ConfigurationError: another process on this machine drives one of them, one is named twice, or ``memory`` is
+                no folder.
         """
         if len({server.url for server in servers}) < len(servers) or not servers:
             raise ConfigurationError(f"servers: {', '.join(map(str, servers)) or 'none'}; name one or more, each once")
         with contextlib.ExitStack() as stack:
-            locks = [stack.enter_context(locked(server)) for server in servers]
             self.files: Path | None = None
             """A folder for versions in files, if a server reads files. It is deleted at the end, also by SIGKILL."""
             if any(server.reads_files for server in servers):
-                folder = tempfile.TemporaryDirectory(prefix="keepstep-versions-", dir=memory)
+                try:
+                    folder = tempfile.TemporaryDirectory(prefix="keepstep-versions-", dir=memory)
+                except OSError as error:
+                    raise ConfigurationError(f"no folder for versions in {memory}: {error}") from error
                 self.files = Path(stack.enter_context(folder))
-            self._guard = stack.enter_context(contextlib.closing(ChangeGuard(servers, locks, self.files)))
+            self._watcher = stack.enter_context(contextlib.closing(ChangeWatcher(servers, self.files)))
             self._changed = threading.Condition()
             self._newest: NewVersion | None = None
             self._is_over = False
-            self._drivers = [_Driver(self, server, self._guard, note) for server in servers]
+            self._drivers = [_Driver(self, server, self._watcher, note) for server in servers]
             self._open = stack.pop_all()
 
     @property
@@ -94,7 +90,7 @@ class ServerUpdates:
         errors: list[KeepstepError] = []
         for driver in self._drivers:
             try:
-                with self._guard.watching(driver.server):
+                with self._watcher.watching(driver.server):
                     driver.server.prepare(form)
             except LoadError:
                 raise
@@ -131,7 +127,7 @@ class ServerUpdates:
                 raise errors[0]
 
     def close(self) -> None:
-        """Ends the threads, and then the guard. A change that is under way is completed first."""
+        """Ends the threads, and then the watcher. A change that is under way is completed first."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -151,7 +147,9 @@ class ServerUpdates:
 class _Driver:
     """One server, and the thread that changes it."""
 
-    def __init__(self, updates: ServerUpdates, server: Server, guard: ChangeGuard, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, updates: ServerUpdates, server: Server, watcher: ChangeWatcher, note: Callable[[str], None]
+    ) -> None:
         self.server = server
         self.is_due = False
         """Whether there is a version that the server has neither got nor failed with."""
@@ -161,7 +159,7 @@ class _Driver:
         """The last version that this thread has begun to load."""
         self.error: KeepstepError | None = None
         self._pause_s = LOOK_S
-        self._updates, self._guard, self._note = updates, guard, note
+        self._updates, self._watcher, self._note = updates, watcher, note
         self._thread = threading.Thread(target=self._drive, name=f"keepstep-engine-{server.url}", daemon=True)
 
     def start(self) -> None:
@@ -203,7 +201,7 @@ class _Driver:
     def _change(self) -> None:
         begun = self._take_newest()
         try:
-            with self._guard.watching(self.server):
+            with self._watcher.watching(self.server):
                 version = self.server.change(self._take_newest)
         except Exception as error:  # a server may answer anything; who waits for the version is told
             self._set(self.version, _as_failure(self.server, error), after=begun)
@@ -235,29 +233,3 @@ def _as_failure(server: Server, error: Exception) -> KeepstepError:
     reason = LoadError(f"{server}: {error!r}")
     reason.__cause__ = error
     return reason
-
-
-@contextlib.contextmanager
-def locked(server: Server) -> Iterator[int]:
-    """Keeps other processes of this user on this machine from driving a server. Yields the lock's descriptor.
-
-    The guard inherits it: so the next driver waits until the guard of a dead one has ended what that had left open.
-    """
-    name = f"keepstep-server-{os.getuid()}-{hashlib.sha256(server.url.encode()).hexdigest()[:16]}"
-    path = Path(tempfile.gettempdir()) / name
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        if os.fstat(descriptor).st_uid != os.getuid() or not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ConfigurationError(f"{path} is not a file of this user")
-        until_s = time.monotonic() + LOCK_S
-        while True:
-            try:
-                lock(descriptor, path.parent, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until_s:
-                    raise ConfigurationError(f"another process on this machine drives {server}") from None
-                server.stop.wait(0.05)
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -33,9 +33,8 @@ from typing import Any, Self
 import torch
 import zmq
 
-from keepstep.engines.guard import ChangeGuard
 from keepstep.engines.server import Server
-from keepstep.engines.updates import locked
+from keepstep.engines.watcher import ChangeWatcher
 from keepstep.errors import ConfigurationError, KeepstepError, LoadError, SubscriberLost, UsageError
 from keepstep.weights.inbox import VersionInbox
 from keepstep.weights.memory.bytes_of import byte_view
@@ -134,10 +133,7 @@ class CheckpointEngineSender:
             raise ConfigurationError("checkpoint-engine's protocol is pickle: pass pickled=True to speak it")
         self._consumers, self._request, self._buffers, self._answer_s = consumers, request, buffers, answer_s
         self._server = server
-        self._open = contextlib.ExitStack()
-        self._guard = self._open.enter_context(
-            contextlib.closing(ChangeGuard([server], [self._open.enter_context(locked(server))]))
-        )
+        self._watcher = ChangeWatcher([server])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets = tempfile.TemporaryDirectory(prefix="keepstep-ce-")  # mode 0700
         self._numbers = itertools.count()
@@ -166,7 +162,7 @@ class CheckpointEngineSender:
             for name in self._consumers
         }
         try:
-            with self._guard.watching(self._server):
+            with self._watcher.watching(self._server):
                 self._pause()
         except BaseException:  # also on KeyboardInterrupt: the sockets are files
             for socket in sockets.values():
@@ -187,7 +183,7 @@ class CheckpointEngineSender:
         finally:
             for socket in sockets.values():
                 socket.close()
-        with self._guard.watching(self._server):
+        with self._watcher.watching(self._server):
             self._server.resume()
         self.version = version
         return version
@@ -202,7 +198,7 @@ class CheckpointEngineSender:
 
     def close(self) -> None:
         """Disconnects from the publisher. The consumers keep their weights."""
-        self._open.close()
+        self._watcher.close()
         self._inbox.close()
         self._context.term()
         self._sockets.cleanup()

@@ -114,7 +114,7 @@ class KeepstepTrainerEngine(TrainerWeightTransferEngine[KeepstepTrainerInfo]):
             self.updates = ServerUpdates(servers)
             try:
                 self.updates.prepare(self._form)
-            except BaseException:  # also on KeyboardInterrupt: the guard must end
+            except BaseException:  # also on KeyboardInterrupt: the watcher must end
                 self.updates.close()
                 raise
         elif info.draining is None or info.servers:

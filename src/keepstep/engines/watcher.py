@@ -1,18 +1,22 @@
 """The process that ends what a dead driver of servers has left open. It outlives the driver for a few seconds.
 
 A driver that dies in the middle of a change would leave its server paused, or in a session, for ever. The driver says
-at which servers it has a change under way; the guard learns of its death from the kernel.
+at which servers it has a change under way; the watcher learns of its death from the kernel.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import select
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,38 +25,46 @@ from pathlib import Path
 from keepstep.engines.server import RELEASE_S, Server
 from keepstep.engines.sglang import SGLangServer
 from keepstep.engines.vllm import VLLMServer
-from keepstep.errors import KeepstepError
+from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.programs import leave_signals_to_parent, own_command
+from keepstep.systemcalls import lock
 
 SERVERS: dict[str, type[Server]] = {each.kind: each for each in (VLLMServer, SGLangServer)}
 LOOK_MS = 1000
 """How often to look whether the driver lives, if the kernel does not report it."""
+LOCK_S = 15.0
+"""How long to wait for the process that drove a server before this one, or for its watcher."""
 AGAIN_S = 1.0
-"""After this time the guard looks once more: a request of the driver may have come to the server after its death."""
+"""After this time the watcher looks once more: a request of the driver may have come to the server after its death."""
 
 
-class ChangeGuard:
-    """The driver's end of the pipe to its guard."""
+class ChangeWatcher:
+    """The driver's end of the pipe to its watcher."""
 
-    def __init__(self, servers: Sequence[Server], locks: Sequence[int], files: Path | None = None) -> None:
-        """Starts the guard.
+    def __init__(self, servers: Sequence[Server], files: Path | None = None) -> None:
+        """Locks the servers, and starts the watcher.
 
         Args:
             servers: all servers that the driver may change.
-            locks: descriptors of their locks, which the guard keeps until it ends.
-            files: a folder with versions, which the guard deletes if the driver has not.
+            files: a folder with versions, which the watcher deletes if the driver has not.
+
+        Raises:
+            ConfigurationError: another process on this machine drives one of them.
         """
         self._urls = [server.url for server in servers]
         self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            own_command("keepstep.engines.guard", str(os.getpid())),
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, pass_fds=locks,
-        )  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            locks = [stack.enter_context(_locked(server)) for server in servers]
+            self._process = subprocess.Popen(
+                own_command("keepstep.engines.watcher", str(os.getpid())),
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, pass_fds=locks,
+            )  # fmt: skip
+            self._locks = stack.pop_all()
         self._tell([[server.described() for server in servers], None if files is None else str(files)])
 
     @contextlib.contextmanager
     def watching(self, server: Server) -> Iterator[None]:
-        """Has the guard end what is open at this server, should this process die inside of the block."""
+        """Has the watcher end what is open at this server, should this process die inside of the block."""
         number = self._urls.index(server.url)
         self._tell([number, True])
         try:
@@ -62,16 +74,17 @@ class ChangeGuard:
 
     def _tell(self, content: object) -> None:
         assert self._process.stdin is not None
-        with self._lock, contextlib.suppress(OSError):  # the guard was killed
+        with self._lock, contextlib.suppress(OSError):  # the watcher was killed
             self._process.stdin.write(json.dumps(content).encode() + b"\n")
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """Ends the guard."""
+        """Ends the watcher."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
+        self._locks.close()
 
 
 def main(driver: int) -> None:
@@ -135,6 +148,32 @@ def _lines(driver: int) -> Iterator[bytes]:
             yield from lines
         elif ready or os.getppid() != driver:
             return
+
+
+@contextlib.contextmanager
+def _locked(server: Server) -> Iterator[int]:
+    """Keeps other processes of this user on this machine from driving a server. Yields the lock's descriptor.
+
+    The watcher inherits it: so the next driver waits until the watcher of a dead one has ended what that had left open.
+    """
+    name = f"keepstep-server-{os.getuid()}-{hashlib.sha256(server.url.encode()).hexdigest()[:16]}"
+    path = Path(tempfile.gettempdir()) / name
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(descriptor).st_uid != os.getuid() or not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ConfigurationError(f"{path} is not a file of this user")
+        until_s = time.monotonic() + LOCK_S
+        while True:
+            try:
+                lock(descriptor, path.parent, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until_s:
+                    raise ConfigurationError(f"another process on this machine drives {server}") from None
+                server.stop.wait(0.05)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 if __name__ == "__main__":
