@@ -62,14 +62,16 @@ class Asked:
     """A server, and what it answered.
 
     Attributes:
-        lives: when it was started, and when it was killed; the last life has no end.
-        errors: requests that failed: when, and why.
+        killed: when it was killed.
+        ready: when it answered again after each kill.
+        errors: requests that failed: when they began and failed, and why.
     """
 
     server: RealServer
     answers: list[Answer] = field(default_factory=list)
-    lives: list[list[float]] = field(default_factory=list)
-    errors: list[tuple[float, str]] = field(default_factory=list)
+    killed: list[float] = field(default_factory=list)
+    ready: list[float] = field(default_factory=list)
+    errors: list[tuple[float, float, str]] = field(default_factory=list)
 
     def ask_until(self, stop: threading.Event, seed: int, pause_s: float) -> None:
         """Asks one request after the other."""
@@ -79,7 +81,7 @@ class Asked:
             try:
                 tokens = self.server.ask(PROMPTS[prompt], NUM_TOKENS)
             except Exception as error:  # whatever it is, it is counted
-                self.errors.append((begun_s, repr(error)))
+                self.errors.append((begun_s, time.monotonic(), repr(error)))
                 stop.wait(0.1)
                 continue
             self.answers.append(Answer(prompt, tokens, begun_s, time.monotonic()))
@@ -87,15 +89,20 @@ class Asked:
 
     def restart(self) -> None:
         """Kills the server, starts it once more, and waits until it answers."""
-        self.lives[-1].append(time.monotonic())
+        self.killed.append(time.monotonic())
         self.server.kill()
         self.server.start()
         self.server.wait_until_healthy()
-        self.lives.append([time.monotonic()])
+        self.ready.append(time.monotonic())
 
-    def is_up(self, at_s: float, until_s: float) -> bool:
-        """Whether it was up all of this time."""
-        return any(begun <= at_s and until_s <= (ended[0] if ended else float("inf")) for begun, *ended in self.lives)
+    def was_down(self, begun_s: float, ended_s: float) -> bool:
+        """Whether it was killed, or not ready again, at any moment of this time."""
+        ready = [*self.ready, float("inf")]
+        return any(begun_s <= up_s and killed_s <= ended_s for killed_s, up_s in zip(self.killed, ready, strict=False))
+
+    def life(self, at_s: float) -> int:
+        """How often it had been killed at a moment."""
+        return sum(killed_s <= at_s for killed_s in self.killed)
 
 
 class Expected:
@@ -135,11 +142,11 @@ def judged(asked: Asked, expected: Expected, published: Sequence[tuple[float, in
     """
     mixed, near, back, lags = 0, 0, 0, []
     newest: list[tuple[float, int]] = []
-    """When each answer ended, and the lowest version that it can be of, in this life."""
+    """When each answer ended, and the lowest version that it can be of, since the server was killed last."""
     life = 0
     for each in sorted(asked.answers, key=lambda answer: answer.begun_s):
-        while life + 1 < len(asked.lives) and asked.lives[life + 1][0] <= each.begun_s:
-            life, newest = life + 1, []
+        if asked.life(each.begun_s) > life:
+            life, newest = asked.life(each.begun_s), []
         found = expected.versions(each.prompt, each.tokens)
         if not found:
             is_near = bool(expected.nearly(each.prompt, each.tokens))
@@ -150,14 +157,23 @@ def judged(asked: Asked, expected: Expected, published: Sequence[tuple[float, in
         newest.append((each.ended_s, min(found)))
         there = [number for at_s, number in published if at_s <= each.begun_s]
         lags.append(max(0, max(there, default=0) - max(found)))
+    old_s = [_of_checkpoint_s(asked, expected, number) for number in range(1, len(asked.killed) + 1)]
     waits = sorted(each.ended_s - each.begun_s for each in asked.answers)
-    failed = [why for at_s, why in asked.errors if asked.is_up(at_s, at_s + 0.5)]
+    failed = [why for begun_s, ended_s, why in asked.errors if not asked.was_down(begun_s, ended_s)]
     seen = {number for each in asked.answers for number in expected.versions(each.prompt, each.tokens)}
     return {
         "name": str(asked.server.kind), "answers": len(asked.answers), "mixed": mixed, "near": near, "back": back,
-        "versions": len(seen), "kills": len(asked.lives) - 1, "failed": len(failed), "why": failed[:3],
+        "versions": len(seen), "kills": len(asked.killed), "failed": len(failed), "why": failed[:3],
+        "old_s": max(old_s, default=0.0),
         "lag": statistics.median(lags) if lags else 0, "median_s": statistics.median(waits), "longest_s": waits[-1],
     }  # fmt: skip
+
+
+def _of_checkpoint_s(asked: Asked, expected: Expected, life: int) -> float:
+    """Returns for how long a server answered with the checkpoint with which it was started, after a kill."""
+    mine = [each for each in asked.answers if asked.life(each.begun_s) == life]
+    old = [each for each in mine if 0 in expected.versions(each.prompt, each.tokens)]
+    return max((each.ended_s for each in old), default=0.0) - min((each.begun_s for each in old), default=0.0)
 
 
 class Killer:
@@ -231,8 +247,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         starts = [(vllm_server, args.vllm_python)] * 2 + [(sglang_server, args.sglang_python)]
         asked = [Asked(stack.enter_context(start(model, python=str(python)))) for start, python in starts]
         urls = [word for each in asked for word in (f"--{each.server.kind}", each.server.url)]
-        for each in asked:
-            each.lives.append([time.monotonic()])
         log = stack.enter_context((folder / "load.log").open("ab"))
         load = [*KEEPSTEP, "weights", "load", str(weights), *urls]
         killer = Killer(
@@ -262,7 +276,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         stop.wait(args.settle)
         labels = [each.server.get("weight_info" if each.server.kind == "vllm" else "model_info") for each in asked]
     raw = [
-        {"answers": [vars(one) for one in each.answers], "lives": each.lives, "errors": each.errors} for each in asked
+        {
+            "answers": [vars(one) for one in each.answers],
+            "killed": each.killed,
+            "ready": each.ready,
+            "errors": each.errors,
+        }
+        for each in asked
     ]
     (folder / "answers.json").write_text(json.dumps(raw), encoding="ascii")
     one, other = (torch.load(each / "final.pt", weights_only=True) for each in (plain, out))
@@ -285,20 +305,21 @@ def sections(result: dict[str, Any]) -> list[Section]:
         [
             f"{each['name']} {number}", f"{each['answers']:,}", str(each["versions"]), str(each["mixed"]),
             str(each["near"]), str(each["back"]), str(each["failed"]), str(each["kills"]), f"{each['lag']:g}",
-            f"{each['median_s']:.2f}", f"{each['longest_s']:.1f}",
+            f"{each['old_s']:.1f}", f"{each['median_s']:.2f}", f"{each['longest_s']:.1f}",
         ]
         for number, each in enumerate(result["servers"])
     ]  # fmt: skip
     columns = (
-        "server", "answers", "versions", "mixtures", "ties", "went back", "failed", "kills", "behind", "median, s",
-        "longest, s",
+        "server", "answers", "versions", "mixtures", "ties", "went back", "failed", "kills", "behind", "old, s",
+        "median, s", "longest, s",
     )  # fmt: skip
     notes = [
         "mixtures: answers of no version. ties: answers that differ from a version's at a token that is the likeliest "
         f"by less than {CLEAR:g}.",
         "went back: answers of an older version than an answer that had ended before, of a server that was not killed "
         "in between. failed: requests that failed although the server was not killed. behind: median number of "
-        "versions that had been published since, when the request began.",
+        "versions that had been published since, when the request began. old: for how long a server that was started "
+        "again answered with the checkpoint of its start, at most.",
         "longest: of one request, waits for changes, kills and restarts of what drives the server included.",
     ]
     found = [Section("Answers", columns, rows, notes)]

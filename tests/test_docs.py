@@ -47,6 +47,7 @@ NOT_RUN = {
     "make test": "it is what runs this test",
     "python examples/serve_transformers.py": "tests/chaos/test_generation.py runs it",
     "python examples/rl_loop.py --kill": "tests/chaos/test_rl_loop.py runs it",
+    "python examples/rl_vllm.py --kill": "tests/engines/real runs it, with a real server",
     "keepstep simulate --exhaustive 2": "tests/sim/test_exhaustive.py does the same",
     ".venv/bin/python benchmarks/scale.py --devices 512": "tests/benchmarks/test_scale.py runs it with fewer devices",
     "make soak SECONDS=600": "it takes ten minutes and writes to docs/; the README's 200 seeds are run",

@@ -15,14 +15,14 @@ def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
 
 
-def judged(*answers: tuple[list[int], float], lives: Any = ((0.0,),), errors: Any = ()) -> Any:
+def judged(*answers: tuple[list[int], float], killed: Any = (), ready: Any = (), errors: Any = ()) -> Any:
     """Three versions and one prompt, to which version 2 answers closely."""
     engines = importlib.import_module("engines")
     lines = [[0, [[[5, 5], CLEAR_ROW]]], [1, [[[5, 6], CLEAR_ROW]]], [2, [[[5, 7], CLOSE_ROW]]]]
     expected = engines.Expected([json.dumps(line) for line in lines])
     server: Any = type("Server", (), {"kind": "vllm"})
     found = [engines.Answer(0, tokens, at_s, at_s + 0.5) for tokens, at_s in answers]
-    asked = engines.Asked(server, found, [list(life) for life in lives], list(errors))
+    asked = engines.Asked(server, found, list(killed), list(ready), list(errors))
     return engines.judged(asked, expected, [(1.0, 1), (5.0, 2)])
 
 
@@ -37,10 +37,11 @@ def test_a_mixture_a_tie_and_an_older_version() -> None:
     assert (found["mixed"], found["near"]) == (0, 1)
     assert judged(([5, 6], 2.0), ([5, 5], 3.0))["back"] == 1
     assert judged(([5, 6], 2.0), ([5, 5], 2.1))["back"] == 0, "they ran at the same time"
-    assert judged(([5, 6], 2.0), ([5, 5], 4.0), lives=[(0.0, 3.0), (3.5,)])["back"] == 0, "it was restarted"
+    found = judged(([5, 6], 2.0), ([5, 5], 4.0), ([5, 5], 5.0), ([5, 6], 6.0), killed=[3.0], ready=[4.5])
+    assert (found["back"], found["old_s"]) == (0, 1.5), "it was restarted"
 
 
 def test_only_requests_of_a_server_that_was_not_killed_have_failed() -> None:
-    lives = [(0.0, 3.0), (9.0,)]
-    found = judged(([5, 5], 0.0), lives=lives, errors=[(2.8, "killed"), (5.0, "gone"), (1.0, "failed"), (10.0, "too")])
-    assert (found["failed"], found["kills"]) == (2, 1)
+    errors = [(1.0, 3.1, "killed"), (5.0, 5.1, "gone"), (1.0, 1.1, "failed"), (10.0, 10.1, "too")]
+    found = judged(([5, 5], 0.0), killed=[3.0], ready=[9.0], errors=errors)
+    assert (found["failed"], found["kills"], found["why"]) == (2, 1, ["failed", "too"])
