@@ -36,7 +36,7 @@ from checkout import ROOT
 from jobs import JobFailed, RunningJob
 from page import RESULTS, Section
 from rich.console import Console
-from tests.engines.real.asking import CLEAR, NUM_TOKENS, PROMPTS
+from tests.engines.real.asking import CLEAR, NUM_TOKENS, PROMPTS, Answer
 from tests.engines.real.servers import RealServer, sglang_server, vllm_server, write_model
 
 KEEPSTEP = [sys.executable, "-m", "keepstep.cli.main"]
@@ -45,16 +45,6 @@ NUM_RANKS = 3
 START_S, END_S = 600.0, 60.0
 """Limits for the start of the job and of servers, and for an end."""
 QUICK = {"steps": 150, "kill_rank": 20.0, "kill_server": 60.0, "kill_driver": 45.0, "quiet_end": 200.0}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a server answered, and when."""
-
-    prompt: int
-    tokens: list[int]
-    begun_s: float
-    ended_s: float
 
 
 @dataclass

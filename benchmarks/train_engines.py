@@ -15,7 +15,7 @@ from typing import Any
 
 import checkout  # noqa: F401 - the prompts are those of the tests
 import torch
-from tests.engines.real.asking import NUM_TOKENS, PROMPTS
+from tests.engines.real.asking import answers_of
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
@@ -51,21 +51,6 @@ def loss_of(wrapped: torch.nn.Module, model: Any, seed: int) -> torch.Tensor:
             direction = torch.randn(parameter.shape, generator=generator)
             loss = loss + (parameter * direction).sum() * parameter.detach().abs().mean()
     return loss
-
-
-@torch.no_grad()
-def answers_of(model: Any) -> list[tuple[list[int], list[float]]]:
-    """Returns for each prompt the likeliest tokens, and by how much each is ahead of the next one."""
-    found = []
-    for prompt in PROMPTS:
-        answer = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
-            max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, eos_token_id=None, pad_token_id=0,
-            return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
-        best = torch.topk(torch.stack(answer.logits)[:, 0], 2).values
-        found.append((answer.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()))
-    return found
 
 
 def main() -> None:

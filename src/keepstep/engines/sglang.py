@@ -66,6 +66,7 @@ class SGLangServer(Server):
 
     def prepare(self, version: NewVersion) -> None:
         self._prepared = None
+        self._check_server()
         self._check_tensors(version)
         self.end()
         self._prepared = version
@@ -95,7 +96,8 @@ class SGLangServer(Server):
     # ---- a change ---------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        self._check_server()
+        if self._prepared is None:  # nobody has looked yet
+            self._check_server()
         if self.running is Running.IN_FLIGHT:  # they go back to the queue, and their keys and values are discarded
             self.post("pause_generation", {"mode": "retract"})
             return

@@ -134,6 +134,8 @@ class CheckpointEngineSender:
         self._consumers, self._request, self._buffers, self._answer_s = consumers, request, buffers, answer_s
         self._server = server
         self._watcher = ChangeWatcher([server])
+        self._has_parts = False
+        """Whether the server may hold parts of two versions. It then stays paused."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets = tempfile.TemporaryDirectory(prefix="keepstep-ce-")  # mode 0700
         self._numbers = itertools.count()
@@ -162,13 +164,13 @@ class CheckpointEngineSender:
             for name in self._consumers
         }
         try:
-            with self._watcher.watching(self._server):
-                self._pause()
+            self._pause()
         except BaseException:  # also on KeyboardInterrupt: the sockets are files
             for socket in sockets.values():
                 socket.close()
             raise
         try:
+            self._has_parts = True
             asking = _Asking(self._request, {name: socket.address for name, socket in sockets.items()})
             for content in itertools.chain([handle], _buckets(tensors, buffer), [None, None]):
                 for socket in sockets.values():
@@ -183,18 +185,23 @@ class CheckpointEngineSender:
         finally:
             for socket in sockets.values():
                 socket.close()
+        self._has_parts = False
         with self._watcher.watching(self._server):
             self._server.resume()
         self.version = version
         return version
 
     def _pause(self) -> None:
-        try:
+        if self._has_parts:  # whatever comes, nobody resumes it
             self._server.pause()
-        except BaseException:  # also on KeyboardInterrupt: nothing was sent yet, so requests may go on
-            with contextlib.suppress(KeepstepError):
-                self._server.resume()
-            raise
+            return
+        with self._watcher.watching(self._server):
+            try:
+                self._server.pause()
+            except BaseException:  # also on KeyboardInterrupt: nothing was sent yet, so requests may go on
+                with contextlib.suppress(KeepstepError):
+                    self._server.resume()
+                raise
 
     def close(self) -> None:
         """Disconnects from the publisher. The consumers keep their weights."""

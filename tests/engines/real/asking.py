@@ -23,6 +23,21 @@ PREFIX = [_draw.randrange(1, VOCABULARY) for _ in range(200)]
 PROMPTS = [[*PREFIX, i] for i in range(1, 7)] + [[i, 7, 9] for i in range(1, 4)]
 
 
+@torch.no_grad()
+def answers_of(model: Any) -> list[tuple[list[int], list[float]]]:
+    """The likeliest tokens after each prompt, and by how much each is ahead of the next one."""
+    found = []
+    for prompt in PROMPTS:
+        answer = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+            max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, eos_token_id=None, pad_token_id=0,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        best = torch.topk(torch.stack(answer.logits)[:, 0], 2).values
+        found.append((answer.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()))
+    return found
+
+
 class Versions:
     """A model that is trained, and the answers of each of its versions. Equal seeds train equal versions."""
 
@@ -59,18 +74,10 @@ class Versions:
                 return self.newest
 
     def _note(self) -> bool:
-        found = []
-        for prompt in PROMPTS:
-            answer = self.model.generate(
-                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
-                max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, eos_token_id=None, pad_token_id=0,
-                return_dict_in_generate=True, output_logits=True,
-            )  # fmt: skip
-            best = torch.topk(torch.stack(answer.logits)[:, 0], 2).values
-            if (best[:, 0] - best[:, 1]).min() < CLEAR:
-                return False
-            found.append(answer.sequences[0, len(prompt) :].tolist())
-        self.expected[self.newest] = found
+        found = answers_of(self.model)
+        if min(min(ahead) for _tokens, ahead in found) < CLEAR:
+            return False
+        self.expected[self.newest] = [tokens for tokens, _ahead in found]
         return True
 
     def answered(self, server: RealServer, prompt: int) -> list[int]:
